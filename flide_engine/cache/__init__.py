@@ -1,0 +1,1 @@
+"""Memory that outlives a round: KV pages of one grain, recurrent and convolution states in slots."""

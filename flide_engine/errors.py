@@ -1,0 +1,225 @@
+"""Every error a caller can meet, as one tree; `router/http_errors.py` maps its leaves to HTTP statuses.
+
+    FlideError
+      RequestError            the caller's own: asking again unchanged cannot help
+        InvalidRequest          a field is missing, of the wrong type or out of range
+        TooManyTokens           a prompt or a request is longer than the engine takes
+        BodyTooLarge            more bytes than the server reads
+        UnsupportedEncoding     a content encoding or type the server does not decode
+        UnknownModel            no such model is served here
+        AuthenticationFailed    no key, or a key that is not known
+      UnavailableError        not the caller's fault: asking again later can help
+        Overloaded              the queue is full
+        NotReady                the engine is starting or stopping
+        DeadlineExceeded        the answer did not come within the time the caller gave
+      EngineError             a fault of ours
+        NonFiniteOutput         the model produced NaN or infinity for this request
+        RoundFailed             the forward pass of this request failed
+        PoolExhausted           a round needs more pages or slots than are free
+      SetupError              the engine cannot start
+        ConfigError             options contradict each other or the machine
+        WeightsError            a checkpoint folder lacks tensors, has unknown ones, or has wrong shapes
+
+Each class passes all its arguments to the base constructor: errors cross processes by pickle.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+class FlideError(Exception):
+    """Root of the tree. `error_type` is the wire name of the kind of error."""
+
+    error_type = "internal_error"
+
+
+class RequestError(FlideError):
+    """The request itself is at fault."""
+
+    error_type = "api_usage_error"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing wrong with a request: where it is, what is wrong, and the machine-readable kind."""
+
+    loc: tuple[str | int, ...]
+    msg: str
+    type: str = "value_error"
+
+
+class InvalidRequest(RequestError):
+    """The request does not have the shape that the contract asks for."""
+
+    error_type = "invalid_request_error"
+
+    def __init__(self, faults: tuple[Fault, ...]) -> None:
+        super().__init__(faults)
+        self.faults = faults
+
+    def __str__(self) -> str:
+        return "; ".join(f"{'.'.join(map(str, f.loc))}: {f.msg}" for f in self.faults)
+
+
+class TooManyTokens(RequestError):
+    """A prompt or a whole request has more tokens than the engine takes."""
+
+    def __init__(self, what: str, tokens: int, limit: int, option: str) -> None:
+        super().__init__(what, tokens, limit, option)
+        self.what, self.tokens, self.limit, self.option = what, tokens, limit, option
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} has {self.tokens} tokens; the maximum context length is {self.limit}"
+            f" tokens ({self.option}). Nothing was truncated."
+        )
+
+
+class BodyTooLarge(RequestError):
+    """The body, before or after decoding, has more bytes than the server reads."""
+
+    def __init__(self, limit: int, option: str) -> None:
+        super().__init__(limit, option)
+        self.limit, self.option = limit, option
+
+    def __str__(self) -> str:
+        return f"the request body is larger than {self.limit} bytes ({self.option})"
+
+
+class UnsupportedEncoding(RequestError):
+    """A content encoding or content type that the server does not decode."""
+
+    def __init__(self, value: str, supported: str) -> None:
+        super().__init__(value, supported)
+        self.value, self.supported = value, supported
+
+    def __str__(self) -> str:
+        return f"cannot decode {self.value!r}; supported: {self.supported}"
+
+
+class UnknownModel(RequestError):
+    """The request names a model that is not served here."""
+
+    def __init__(self, model: str, served: tuple[str, ...]) -> None:
+        super().__init__(model, served)
+        self.model, self.served = model, served
+
+    def __str__(self) -> str:
+        return f"unknown model {self.model!r}; served here: {', '.join(self.served)}"
+
+
+class AuthenticationFailed(RequestError):
+    """The server asks for a key, and the request has none that it knows."""
+
+    error_type = "authentication_error"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+
+
+class UnavailableError(FlideError):
+    """The request may be asked again later."""
+
+    error_type = "unavailable_error"
+
+
+class Overloaded(UnavailableError):
+    """The queue is full; `retry_after_ms` is when it is expected to have room."""
+
+    error_type = "rate_limit_error"
+
+    def __init__(self, waiting: int, unit: str, limit: int, option: str, retry_after_ms: int) -> None:
+        super().__init__(waiting, unit, limit, option, retry_after_ms)
+        self.waiting, self.unit, self.limit, self.option = waiting, unit, limit, option
+        self.retry_after_ms = retry_after_ms
+
+    def __str__(self) -> str:
+        return (
+            f"{self.waiting} {self.unit} wait, the queue takes {self.limit} ({self.option});"
+            f" try again in {self.retry_after_ms} ms"
+        )
+
+
+class NotReady(UnavailableError):
+    """The engine is starting or stopping."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+
+
+class DeadlineExceeded(UnavailableError):
+    """The answer did not come within the time the caller gave."""
+
+    error_type = "timeout_error"
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds = seconds
+
+    def __str__(self) -> str:
+        return f"no answer within {self.seconds:g} s"
+
+
+class EngineError(FlideError):
+    """A fault of the engine, not of the request."""
+
+
+class NonFiniteOutput(EngineError):
+    """The model's output for this request holds NaN or infinity; no probability can be given."""
+
+    def __init__(self, question: str) -> None:
+        super().__init__(question)
+        self.question = question
+
+    def __str__(self) -> str:
+        return f"the model's output for {self.question} is not finite"
+
+
+class RoundFailed(EngineError):
+    """The forward pass of this request failed, also when it ran alone."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+
+    def __str__(self) -> str:
+        return f"the forward pass failed: {self.args[0]}"
+
+
+class PoolExhausted(EngineError):
+    """A round needs more pages or slots than are free."""
+
+    def __init__(self, kind: str, needed: int, free: int, total: int) -> None:
+        super().__init__(kind, needed, free, total)
+        self.kind, self.needed, self.free, self.total = kind, needed, free, total
+
+    def __str__(self) -> str:
+        return f"{self.needed} {self.kind} needed, {self.free} of {self.total} free (pool_bytes)"
+
+
+class SetupError(FlideError):
+    """The engine cannot start."""
+
+
+class ConfigError(SetupError):
+    """Options contradict each other, the checkpoint or the machine."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
+
+class WeightsError(SetupError):
+    """A checkpoint folder lacks tensors, has unknown ones, or has wrong shapes."""
+
+    def __init__(self, folder: str, problems: tuple[str, ...]) -> None:
+        super().__init__(folder, problems)
+        self.folder, self.problems = folder, problems
+
+    def __str__(self) -> str:
+        shown = "; ".join(self.problems[:8])
+        more = f"; and {len(self.problems) - 8} more" if len(self.problems) > 8 else ""
+        return f"{self.folder}: {shown}{more}"
+
+
+def as_faults(errors: list[Any], prefix: tuple[str | int, ...] = ()) -> tuple[Fault, ...]:
+    """pydantic's error list (`ValidationError.errors()`) as faults, each location under `prefix`."""
+    return tuple(Fault((*prefix, *e["loc"]), str(e["msg"]), str(e["type"])) for e in errors)

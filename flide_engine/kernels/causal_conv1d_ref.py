@@ -1,0 +1,53 @@
+"""Depthwise causal convolution over a forked stream: reference in torch."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def gather_rows(stream: Tensor, slots: Tensor, codes: Tensor) -> Tensor:
+    """Rows by code: >= 0 a stream row, -1 zeros, <= -2 row (-2 - code) of the slots taken as one list.
+
+    stream [T, C]; slots [S, R, C]; codes [...] integer. Returns [..., C] in the stream's dtype.
+    """
+    rows = stream[codes.clamp(min=0).long()]
+    past = slots.reshape(-1, slots.shape[-1])[(-2 - codes).clamp(min=0).long()]
+    keep = codes[..., None]
+    return torch.where(keep >= 0, rows, torch.where(keep < -1, past, torch.zeros_like(rows)))
+
+
+def causal_conv1d_ref(
+    x: Tensor,
+    weight: Tensor,
+    conv_state: Tensor,
+    cu_seqlens: Tensor,
+    starts: Tensor,
+    chain_rows: Tensor,
+    store_slots: Tensor,
+    store_rows: Tensor,
+) -> Tensor:
+    """silu(depthwise causal convolution), each node continued from its ancestors or from a slot.
+
+    x [T, C]; weight [C, 4], tap 3 meets the current token; conv_state [S, 3, C]: slot rows are read
+    where `chain_rows` names them and **written** at `store_slots` with the raw rows `store_rows`;
+    cu_seqlens [N+1], starts [N], chain_rows [N, 66], store_slots [M], store_rows [M, 3]: see RoundPlan.
+    Rows past cu_seqlens[-1] are padding; their result is unspecified but finite.
+    Returns [T, C] in x's dtype; sums and silu in float32. Source: models.md section 1.4.
+    """
+    taps = weight.shape[1]
+    rows, nodes = len(x), len(starts)
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    used = int(cu_seqlens[-1])
+    node = torch.repeat_interleave(torch.arange(nodes, device=x.device), lengths)
+    offset = torch.arange(used, device=x.device) - cu_seqlens[:-1].long()[node]
+    before = starts.long() % 64 + (taps - 1)  # columns of chain_rows that are in use
+    total = torch.zeros(rows, x.shape[1], dtype=torch.float32, device=x.device)
+    for tap in range(taps):
+        lag = taps - 1 - tap
+        own = torch.arange(used, device=x.device) - lag
+        column = (before[node] + offset - lag).clamp(0, chain_rows.shape[1] - 1)
+        codes = torch.where(offset >= lag, own, chain_rows[node, column].long())
+        total[:used] += gather_rows(x, conv_state, codes).float() * weight[:, tap].float()
+    if len(store_slots):
+        conv_state[store_slots.long()] = gather_rows(x, conv_state, store_rows)
+    return F.silu(total).to(x.dtype)

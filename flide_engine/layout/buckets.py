@@ -1,0 +1,87 @@
+"""Lengths of rounds: the captured length a stream is padded to, and the cuts of work that is too long."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flide_engine.config import GRAIN
+from flide_engine.layout.tree import Tokens, build_forest, common_prefix, group_by_token
+
+
+def smallest_bucket(tokens: int, buckets: Sequence[int]) -> int:
+    """The smallest of the ascending `buckets` that holds `tokens`; ValueError if none does."""
+    at = bisect_left(buckets, tokens)
+    if at == len(buckets):
+        raise ValueError(f"{tokens} tokens exceed the largest bucket {buckets[-1] if buckets else 0}")
+    return buckets[at]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One piece of a request that goes into one round.
+
+    prompts: which prompts of the request it works on.
+    start: position it resumes at, a multiple of the grain; 0 starts afresh.
+    resumes: the earlier piece whose checkpoint it resumes from, or -1.
+    stop: where its checkpoint is taken, a multiple of the grain, with nothing read; None: it runs every
+        prompt to its end and reads it.
+    tokens: rows it takes in a stream.
+    """
+
+    prompts: tuple[int, ...]
+    start: int
+    resumes: int
+    stop: int | None
+    tokens: int
+
+
+def cut_replays(prompts: Sequence[Tokens], limit: int) -> list[Replay]:
+    """Pieces of at most `limit` tokens (at least two grains), in an order in which each can be run.
+
+    A request that fits is one piece. Of a longer one the common prefix is cut at grains and carried from
+    piece to piece by a checkpoint; questions that then still do not fit together are divided, in order.
+    """
+    if limit < 2 * GRAIN:
+        raise ValueError(f"a limit of {limit} tokens is under two grains ({2 * GRAIN})")
+    pieces: list[Replay] = []
+
+    def cut(group: list[int], start: int, resumes: int) -> None:
+        texts = [prompts[i] for i in group]
+        tokens = build_forest(texts, start).num_tokens
+        if tokens <= limit:
+            pieces.append(Replay(tuple(group), start, resumes, None, tokens))
+            return
+        roots = group_by_token(prompts, group, start)
+        if len(roots) > 1:
+            for packed in _pack(prompts, roots, start, limit):
+                cut(packed, start, resumes)
+            return
+        shared = common_prefix(texts, start, min(map(len, texts)) - 1)
+        stop = (start + min(shared, limit)) // GRAIN * GRAIN
+        if stop > start:
+            pieces.append(Replay(tuple(group), start, resumes, stop, stop - start))
+            cut(group, stop, len(pieces) - 1)
+            return
+        half = len(group) // 2
+        cut(group[:half], start, resumes)
+        cut(group[half:], start, resumes)
+
+    cut(list(range(len(prompts))), 0, -1)
+    return pieces
+
+
+def _pack(
+    prompts: Sequence[Tokens], roots: list[list[int]], start: int, limit: int
+) -> list[list[int]]:
+    """Groups of prompts without a common token, joined in order while they fit `limit` together."""
+    packed: list[list[int]] = []
+    room = 0
+    for root in roots:
+        tokens = build_forest([prompts[i] for i in root], start).num_tokens
+        if packed and tokens <= room:
+            packed[-1] += root
+            room -= tokens
+        else:
+            packed.append(list(root))
+            room = limit - tokens
+    return packed

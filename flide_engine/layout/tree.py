@@ -1,0 +1,107 @@
+"""Token forest of a request: prompts that begin alike share nodes, each prompt ends in a leaf of its own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Node:
+    """One run of tokens of the forest.
+
+    parent: index of the parent node, or -1 for a root (it continues the resumed checkpoint, if any).
+    start: chain position of the first token, counted from the start of the prompt.
+    tokens: [n] int32, n >= 1.
+    """
+
+    parent: int
+    start: int
+    tokens: Tokens
+
+    @property
+    def end(self) -> int:
+        """Chain position one past the last token."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Forest:
+    """Nodes, parents before children, and the leaf in which each prompt ends."""
+
+    nodes: tuple[Node, ...]
+    leaves: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows that the forest takes in a stream."""
+        return sum(len(node.tokens) for node in self.nodes)
+
+    def path(self, node: int) -> list[int]:
+        """The node and its ancestors, root first."""
+        found = []
+        while node >= 0:
+            found.append(node)
+            node = self.nodes[node].parent
+        return found[::-1]
+
+
+def common_prefix(prompts: Sequence[Tokens], start: int, stop: int) -> int:
+    """Number of tokens from `start` on, and before `stop`, on which all prompts agree."""
+    first, agreed = prompts[0], stop - start
+    for other in prompts[1:]:
+        if other is first or agreed == 0:
+            continue
+        differs = first[start : start + agreed] != other[start : start + agreed]
+        if differs.any():
+            agreed = int(differs.argmax())
+    return agreed
+
+
+def group_by_token(prompts: Sequence[Tokens], group: Sequence[int], at: int) -> list[list[int]]:
+    """The prompts of `group` by their token at position `at`, in order of first appearance."""
+    groups: dict[int, list[int]] = {}
+    for i in group:
+        groups.setdefault(int(prompts[i][at]), []).append(i)
+    return list(groups.values())
+
+
+def build_forest(prompts: Sequence[Tokens], start: int = 0, min_saved: int = 64) -> Forest:
+    """The forest of whole isolated prompts, of which positions before `start` are already computed.
+
+    Prompts with a first token in common share their longest common prefix: the trunk. Below it a group
+    of prompts shares a further node if that saves at least `min_saved` tokens of the stream (a node that
+    saves little may still cost a dependency level). Every prompt keeps at least one token of its own, so
+    equal prompts, and a prompt that begins another, end in different leaves.
+
+    Raises ValueError if a prompt has no token after `start`.
+    """
+    for i, prompt in enumerate(prompts):
+        if len(prompt) <= start:
+            raise ValueError(f"prompt {i} has {len(prompt)} tokens, none after position {start}")
+    nodes: list[Node] = []
+    leaves = [-1] * len(prompts)
+
+    def grow(group: list[int], parent: int, depth: int, is_root: bool) -> None:
+        shared = 0
+        if len(group) > 1:
+            stop = min(len(prompts[i]) for i in group) - 1
+            shared = common_prefix([prompts[i] for i in group], depth, stop)
+            if not is_root and shared * (len(group) - 1) < min_saved:
+                shared = 0
+        if shared == 0:
+            for i in group:
+                leaves[i] = len(nodes)
+                nodes.append(Node(parent, depth, prompts[i][depth:]))
+            return
+        trunk = len(nodes)
+        nodes.append(Node(parent, depth, prompts[group[0]][depth : depth + shared]))
+        for below in group_by_token(prompts, group, depth + shared):
+            grow(below, trunk, depth + shared, False)
+
+    for group in group_by_token(prompts, range(len(prompts)), start):
+        grow(group, -1, start, True)
+    return Forest(tuple(nodes), tuple(leaves))

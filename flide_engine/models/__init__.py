@@ -1,0 +1,1 @@
+"""Decoders, one file a family: weights in, hidden vectors of the read rows out."""

@@ -1,0 +1,360 @@
+"""Qwen3.5 text decoder: gated delta net layers with full attention every few layers (models.md section 1)."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from flide_engine.errors import ConfigError
+from flide_engine.kernels import Kernels
+from flide_engine.layout.state_shape import StateShape
+from flide_engine.models.base import StateTensors, StreamTensors
+from flide_engine.models.weights import load_tensors
+
+LINEAR, FULL = "linear_attention", "full_attention"
+KEEP_DTYPE = re.compile(r"\.(A_log|linear_attn\.norm\.weight)$")
+
+
+@dataclass(frozen=True)
+class Qwen35Config:
+    """The text part of a Qwen3.5 config.json, under the checkpoint's own names."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int = 4
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 32768
+    tie_word_embeddings: bool = False
+    layer_types: tuple[str, ...] = ()
+    rope_theta: float = 10_000_000.0
+    partial_rotary_factor: float = 0.25
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Self:
+        """From a config.json, of a text checkpoint or of the multimodal wrapper.
+
+        Raises ConfigError if a field is missing or says something this file does not compute.
+        """
+        text = config.get("text_config", config)
+        rope = text.get("rope_parameters") or {}
+        known = {name: text[name] for name in cls.__dataclass_fields__ if name in text}
+        known |= {k: rope[k] for k in ("rope_theta", "partial_rotary_factor") if k in rope}
+        tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+        if tied is not None:
+            known["tie_word_embeddings"] = tied
+        interval = text.get("full_attention_interval", 4)
+        layers = int(text.get("num_hidden_layers", 0))
+        kinds = text.get("layer_types") or [FULL if i % interval == interval - 1 else LINEAR for i in range(layers)]
+        try:
+            made = cls(**{**known, "layer_types": tuple(kinds)})
+        except TypeError as error:
+            raise ConfigError(f"config.json is not a Qwen3.5 text config: {error}") from error
+        made._check(rope.get("rope_type", "default"))
+        return made
+
+    def _check(self, rope_type: str) -> None:
+        wrong = {
+            "rope_type": rope_type if rope_type != "default" else None,
+            "hidden_act": self.hidden_act if self.hidden_act != "silu" else None,
+            "attention_bias": self.attention_bias or None,
+            "linear_conv_kernel_dim": self.linear_conv_kernel_dim if self.linear_conv_kernel_dim != 4 else None,
+            "layer_types": set(self.layer_types) - {LINEAR, FULL} or None,
+        }
+        found = {name: value for name, value in wrong.items() if value is not None}
+        if found:
+            raise ConfigError(f"unsupported in config.json: {found}")
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ConfigError(f"{len(self.layer_types)} layer_types for {self.num_hidden_layers} layers")
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the convolution: queries, keys and values of all heads."""
+        return (
+            2 * self.linear_num_key_heads * self.linear_key_head_dim
+            + self.linear_num_value_heads * self.linear_value_head_dim
+        )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that turn."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def state_shape(self) -> StateShape:
+        """Pages for the attention layers, slots for the recurrent ones."""
+        return StateShape(
+            attention_layers=self.layer_types.count(FULL),
+            kv_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            recurrent_layers=self.layer_types.count(LINEAR),
+            value_heads=self.linear_num_value_heads,
+            key_dim=self.linear_key_head_dim,
+            value_dim=self.linear_value_head_dim,
+            conv_channels=self.conv_channels,
+            conv_rows=self.linear_conv_kernel_dim - 1,
+        )
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the checkpoint by its text-only name without `model.`, with its shape."""
+        h, i, hd = self.hidden_size, self.intermediate_size, self.head_dim
+        nh, nkv, hv = self.num_attention_heads, self.num_key_value_heads, self.linear_num_value_heads
+        value = hv * self.linear_value_head_dim
+        mixers: dict[str, dict[str, tuple[int, ...]]] = {
+            LINEAR: {
+                "linear_attn.in_proj_qkv.weight": (self.conv_channels, h),
+                "linear_attn.in_proj_z.weight": (value, h),
+                "linear_attn.in_proj_b.weight": (hv, h),
+                "linear_attn.in_proj_a.weight": (hv, h),
+                "linear_attn.conv1d.weight": (self.conv_channels, 1, self.linear_conv_kernel_dim),
+                "linear_attn.A_log": (hv,),
+                "linear_attn.dt_bias": (hv,),
+                "linear_attn.norm.weight": (self.linear_value_head_dim,),
+                "linear_attn.out_proj.weight": (h, value),
+            },
+            FULL: {
+                "self_attn.q_proj.weight": (2 * nh * hd, h),
+                "self_attn.k_proj.weight": (nkv * hd, h),
+                "self_attn.v_proj.weight": (nkv * hd, h),
+                "self_attn.o_proj.weight": (h, nh * hd),
+                "self_attn.q_norm.weight": (hd,),
+                "self_attn.k_norm.weight": (hd,),
+            },
+        }
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (h,),
+            "post_attention_layernorm.weight": (h,),
+            "mlp.gate_proj.weight": (i, h),
+            "mlp.up_proj.weight": (i, h),
+            "mlp.down_proj.weight": (h, i),
+        }
+        shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (self.vocab_size, h), "norm.weight": (h,)}
+        if not self.tie_word_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, h)
+        for n, kind in enumerate(self.layer_types):
+            shapes |= {f"layers.{n}.{name}": shape for name, shape in (layer | mixers[kind]).items()}
+        return shapes
+
+
+def rename(tied: bool, name: str) -> str | None:
+    """A checkpoint's tensor name -> ours; None for vision, multi-token prediction and a tied head."""
+    if name.startswith(("model.visual.", "visual.", "mtp.")) or (tied and name == "lm_head.weight"):
+        return None
+    return re.sub(r"^model\.(language_model\.)?", "", name)
+
+
+@dataclass
+class _Layer:
+    """Weights of one layer; products over one input are one matrix."""
+
+    kind: str
+    index: int  # among the layers of its kind: which pages or slots it uses
+    norm_in: Tensor
+    norm_mlp: Tensor
+    gate_up: Tensor
+    down: Tensor
+    projected: Tensor  # LINEAR: [qkv | z | b | a]; FULL: [k | v]
+    out: Tensor
+    extra: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Qwen35:
+    """One Qwen3.5 text decoder on one device. Source: models.md sections 1.2 to 1.5."""
+
+    def __init__(self, config: Qwen35Config, weights: dict[str, Tensor], kernels: Kernels) -> None:
+        self.config, self.ops = config, kernels
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.max_positions = config.max_position_embeddings
+        self.state_shape = config.state_shape()
+        self.embedding = weights["embed_tokens.weight"]
+        self.output_head = self.embedding if config.tie_word_embeddings else weights["lm_head.weight"]
+        self.final_norm = weights["norm.weight"]
+        seen = {LINEAR: 0, FULL: 0}
+        self.layers = []
+        for n, kind in enumerate(config.layer_types):
+            self.layers.append(_gather_layer(kind, seen[kind], n, weights))
+            seen[kind] += 1
+        half = config.rotary_dim // 2
+        exponents = torch.arange(0, 2 * half, 2, dtype=torch.float32) / config.rotary_dim
+        # on the CPU: a GPU's pow can differ in the last bit
+        self.inv_freq = (1.0 / config.rope_theta**exponents).to(self.embedding.device)
+
+    @classmethod
+    def load(
+        cls, folder: Path, config: dict[str, Any], dtype: torch.dtype, device: torch.device, kernels: Kernels
+    ) -> Self:
+        """From a checkpoint folder. Raises ConfigError or WeightsError."""
+        made = Qwen35Config.of(config)
+        tied = made.tie_word_embeddings
+        weights = load_tensors(
+            folder, made.tensor_shapes(), lambda name: rename(tied, name), KEEP_DTYPE, dtype, device
+        )
+        return cls(made, weights, kernels)
+
+    @torch.inference_mode()
+    def forward(self, stream: StreamTensors, state: StateTensors) -> Tensor:
+        """See DecisionModel.forward."""
+        x = self.embedding[stream.tokens]  # [T, H]
+        angles = stream.positions[:, None].float() * self.inv_freq
+        rotation = angles.cos(), angles.sin()  # [T, rotary_dim / 2] float32
+        last = len(self.layers) - 1
+        for n, layer in enumerate(self.layers):
+            h = self.ops.rms_norm(x, layer.norm_in, self.config.rms_norm_eps, 1.0)
+            if layer.kind == LINEAR:
+                mixed = self._delta_net(layer, h, stream, state)
+                if n == last:
+                    mixed, x = mixed[stream.read_rows], x[stream.read_rows]
+            else:
+                # nobody reads the last layer's other rows: only their keys and values are needed
+                rows = stream.read_rows if n == last else None
+                mixed = self._attention(layer, h, rotation, rows, stream, state)
+                x = x if rows is None else x[rows]
+            x = x + self.ops.linear(mixed, layer.out)
+            h = self.ops.rms_norm(x, layer.norm_mlp, self.config.rms_norm_eps, 1.0)
+            x = x + self.ops.linear(self.ops.swiglu(self.ops.linear(h, layer.gate_up)), layer.down)
+        hidden: Tensor = self.ops.rms_norm(x, self.final_norm, self.config.rms_norm_eps, 1.0)
+        return hidden
+
+    def _attention(
+        self,
+        layer: _Layer,
+        h: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        rows: Tensor | None,
+        stream: StreamTensors,
+        state: StateTensors,
+    ) -> Tensor:
+        """Gated full attention of the given rows (all: None), before the output product: [R, nh * hd]."""
+        c, ops = self.config, self.ops
+        hd, nkv, eps = c.head_dim, c.num_key_value_heads, c.rms_norm_eps
+        cos, sin = rotation
+        k, v = ops.linear(h, layer.projected).view(-1, 2, nkv, hd).unbind(1)  # [T, nkv, hd]
+        k = ops.rope(ops.rms_norm(k, layer.extra["k_norm"], eps, 1.0), cos, sin)
+        if rows is None:
+            rows = torch.arange(len(h), dtype=torch.int32, device=h.device)
+        else:
+            h, cos, sin = h[rows], cos[rows], sin[rows]
+        query, gate = ops.linear(h, layer.extra["q_gate"]).view(len(h), c.num_attention_heads, 2, hd).unbind(2)
+        query = ops.rope(ops.rms_norm(query, layer.extra["q_norm"], eps, 1.0), cos, sin)
+        keys, values = state.keys[layer.index], state.values[layer.index]
+        ops.write_pages(k, v, keys, values, stream.write_pages, stream.write_rows)
+        order = rows.argsort()  # read rows come in the order of the reads, the kernel wants them ascending
+        mixed = torch.empty_like(query)
+        mixed[order] = ops.fork_attention(
+            query[order],
+            k,
+            v,
+            keys,
+            values,
+            rows[order],
+            hd**-0.5,
+            None,
+            stream.cu_seqlens,
+            stream.starts,
+            stream.chain_rows,
+            stream.page_lists,
+            stream.page_list_ends,
+            stream.pages,
+        )
+        return (mixed.float() * gate.float().sigmoid()).to(h.dtype).flatten(1)
+
+    def _delta_net(self, layer: _Layer, h: Tensor, stream: StreamTensors, state: StateTensors) -> Tensor:
+        """Gated delta net of all rows, before the output product: [T, Hv * dv]."""
+        c, ops, w = self.config, self.ops, layer.extra
+        hk, hv, dk, dv = (
+            c.linear_num_key_heads,
+            c.linear_num_value_heads,
+            c.linear_key_head_dim,
+            c.linear_value_head_dim,
+        )
+        u, z, b, a = ops.linear(h, layer.projected).split([c.conv_channels, hv * dv, hv, hv], -1)
+        mixed = ops.causal_conv1d(
+            u,
+            w["conv"],
+            state.conv_state[layer.index],
+            stream.cu_seqlens,
+            stream.starts,
+            stream.chain_rows,
+            stream.store_slots,
+            stream.store_rows,
+        )
+        q, k, v = mixed.split([hk * dk, hk * dk, hv * dv], -1)
+        q = ops.l2_norm(q.view(-1, hk, dk)).repeat_interleave(hv // hk, 1) * dk**-0.5
+        k = ops.l2_norm(k.view(-1, hk, dk)).repeat_interleave(hv // hk, 1)
+        v = v.reshape(-1, hv, dv).float()
+        g = -w["A_log"].float().exp() * torch.nn.functional.softplus(a.float() + w["dt_bias"].float())
+        out = torch.zeros_like(v)
+        low = 0
+        for high in stream.level_ends:
+            ops.gated_delta_rule(
+                q,
+                k,
+                v,
+                g,
+                b.float().sigmoid(),
+                out,
+                state.recurrent_state[layer.index],
+                (low, high),
+                stream.cu_seqlens,
+                stream.starts,
+                stream.initial_slots,
+                stream.chain_rows,
+                stream.store_nodes,
+                stream.store_positions,
+                stream.store_slots,
+            )
+            low = high
+        normed: Tensor = ops.gated_rms_norm(out, z.view(-1, hv, dv), w["norm"], c.rms_norm_eps, h.dtype)
+        return normed.flatten(1)
+
+
+def _gather_layer(kind: str, index: int, n: int, weights: dict[str, Tensor]) -> _Layer:
+    """One layer's weights, taken out of `weights` so that fused copies do not double the memory."""
+
+    def take(*names: str) -> Tensor:
+        parts = [weights.pop(f"layers.{n}.{name}") for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    common = {
+        "norm_in": take("input_layernorm.weight"),
+        "norm_mlp": take("post_attention_layernorm.weight"),
+        "gate_up": take("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        "down": take("mlp.down_proj.weight"),
+    }
+    if kind == FULL:
+        names = ("q_norm", "k_norm")
+        return _Layer(
+            kind,
+            index,
+            projected=take("self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+            out=take("self_attn.o_proj.weight"),
+            extra={"q_gate": take("self_attn.q_proj.weight")}
+            | {name: take(f"self_attn.{name}.weight") for name in names},
+            **common,
+        )
+    inputs = [f"linear_attn.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")]
+    return _Layer(
+        kind,
+        index,
+        projected=take(*inputs),
+        out=take("linear_attn.out_proj.weight"),
+        extra={
+            "conv": take("linear_attn.conv1d.weight")[:, 0],
+            "A_log": take("linear_attn.A_log"),
+            "dt_bias": take("linear_attn.dt_bias"),
+            "norm": take("linear_attn.norm.weight"),
+        },
+        **common,
+    )

@@ -1,0 +1,48 @@
+"""What an engine's options come to on this machine: the folder, the device, the dtype."""
+
+import re
+from pathlib import Path
+
+import torch
+
+from flide_engine.errors import ConfigError
+
+EMBEDDED = Path(__file__).resolve().parent.parent / "tiny_model" / "weights"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_WANTED = ["*.json", "*.safetensors", "*.jinja"]
+
+
+def locate(model: str | None) -> tuple[Path, str]:
+    """(weights folder, model name) of a folder, a hub name with an optional @revision, or none.
+
+    A hub name is fetched into the hub's cache; HF_HOME, HF_TOKEN and HF_HUB_OFFLINE act as usual.
+    Raises ConfigError if it is neither, or cannot be had.
+    """
+    if model is None:
+        return EMBEDDED, "embedded"
+    if (folder := Path(model).expanduser()).is_dir():
+        return folder, folder.resolve().name
+    if not _HUB_NAME.fullmatch(model):
+        raise ConfigError(f"model {model!r} is neither a folder nor a hub name (owner/name[@revision])")
+    from huggingface_hub import snapshot_download
+
+    name, _, revision = model.partition("@")
+    try:
+        found = snapshot_download(name, revision=revision or None, allow_patterns=_WANTED)
+    except Exception as error:  # the hub's own errors share no base class with its network's
+        raise ConfigError(f"model {model!r} cannot be had: {type(error).__name__}: {error}") from error
+    return Path(found), model
+
+
+def resolve_device(device: str) -> torch.device:
+    """auto: the GPU if one is visible. Raises ConfigError if a GPU is asked for and none is."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device 'cuda' is asked for and no GPU is visible")
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """auto: float32 on a CPU, bfloat16 on a GPU."""
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]

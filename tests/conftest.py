@@ -1,0 +1,21 @@
+"""Fixtures shared by all tests."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Tensors here are tiny: one thread is fastest, and threads that spin on busy cores are very slow.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the random four-layer checkpoint and its tokenizer."""
+    from tests.checkpoints import oracle, save_checkpoint, text_tensors, tiny_config
+
+    config = tiny_config()
+    folder = tmp_path_factory.mktemp("weights") / "tiny-random"
+    return save_checkpoint(folder, config, text_tensors(oracle(config)))

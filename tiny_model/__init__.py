@@ -1,0 +1,1 @@
+"""The embedded decision model: its tokenizer, training, export and evaluation."""
