@@ -37,7 +37,7 @@ class StepPlan:
 
     counts: dict[str, int]
     max_length: int = 1024
-    lengths: tuple[int, ...] = (40, 64, 256, 512, 1024)
+    lengths: tuple[int, ...] = (48, 256, 512, 1024)
     lm_rows: int = 4096
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tiny_model.delta import gated_delta_rule
 from tiny_model.shape import ModelShape
+from tiny_model.tokenizer import CONTROL_IDS
 
 
 class ZeroCentredNorm(nn.Module):
@@ -197,7 +198,9 @@ class Decoder(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        nn.init.normal_(self.embed_tokens.weight, std=0.5)
+        nn.init.normal_(self.embed_tokens.weight, std=0.3)
+        with torch.no_grad():  # so that what `<|read|>` gathers outweighs its own embedding from the start
+            self.embed_tokens.weight[: len(CONTROL_IDS)] *= 0.1
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 std = module.in_features**-0.5

@@ -255,7 +255,6 @@ def run_train(args: argparse.Namespace) -> None:
     """Trains until the steps or the minutes are over, validating and saving on the way."""
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
-    torch.set_float32_matmul_precision("high")
     device = torch.device(args.device)
     encoder = UserEncoder(args.tokenizer)
     training, validation = load_corpora(args, encoder)

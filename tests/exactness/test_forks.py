@@ -86,7 +86,8 @@ def test_a_poisoned_request_changes_no_other(both: Both) -> None:
     """NaN in one request of a round stays in that request."""
     prompts = prompts_on(both.tokens(100), both, [20, 30])
     poisoned = prompts_on(both.tokens(100), both, [20, 30])
-    poisoned[0][50] = 1500
+    for prompt in poisoned:
+        prompt[50] = 1500
     healthy = both.model.embedding[1500].clone()
     both.model.embedding[1500] = float("nan")
     try:
