@@ -1,4 +1,5 @@
-"""Decision inference with exact state forking on one device: a library without Ray and without HTTP.
+"""Decision inference with exact state forking on one device: a library without Ray and without
+HTTP.
 
 `Engine(EngineConfig(...)).decide(DecisionRequest(...))` answers; see README.md for the words used.
 Importing this package loads neither torch nor numpy: `Engine` is imported on first use.

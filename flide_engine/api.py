@@ -1,8 +1,9 @@
-"""Decision requests and answers, on the wire and in process (wire contract of `POST /v1/systemone`).
+"""Decision requests and answers, on the wire and in process (wire contract of `POST
+/v1/systemone`).
 
-A request is one state and many typed questions about it; an answer to each question is a probability
-distribution over its options. Unknown fields are ignored, as the contract asks; missing, mistyped and
-out-of-range ones are refused.
+A request is one state and many typed questions about it; an answer to each question is a
+probability distribution over its options. Unknown fields are ignored, as the contract asks;
+missing, mistyped and out-of-range ones are refused.
 """
 
 from typing import Annotated, Any, Literal
@@ -83,6 +84,13 @@ class DecisionRequest(_Wire):
     state: str | dict[str, Any] | list[Any]
     questions: dict[str, Question] = Field(min_length=1)
     model: str | None = None
+    assets: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _has_no_images(self) -> "DecisionRequest":
+        if self.assets:
+            raise ValueError(f"{len(self.assets)} assets; the models served here take no images")
+        return self
 
 
 class NoulAnswer(_Wire):
@@ -93,7 +101,9 @@ class NoulAnswer(_Wire):
 
 
 class ChoiceAnswer(_Wire):
-    """`choice` is the likeliest option; probabilities are in the order of the options and sum to 1."""
+    """`choice` is the likeliest option; probabilities are in the order of the options and sum to
+    1.
+    """
 
     type: Literal["choice"] = "choice"
     choice: str

@@ -1,4 +1,4 @@
-"""What a user may set on one engine. Frozen, unknown names refused, nothing read from the environment."""
+"""What a user may set on one engine: frozen, unknown names refused, no environment read."""
 
 from typing import Literal, Self
 
@@ -15,40 +15,55 @@ class EngineConfig(BaseModel):
 
     model: str | None = Field(
         None,
-        description="Weights folder, or hub name with an optional @revision; none: the embedded model.",
+        description="Weights folder, or hub name[@revision]; none: the embedded model.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU if one is visible.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto takes a GPU if one is visible."
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Type of weights and activations; auto: float32 on a CPU, bfloat16 on a GPU."
+        "auto",
+        description="Type of weights and activations; auto: float32 on a CPU, bfloat16 on a GPU.",
     )
     fork: Literal["token", "grain"] = Field(
-        "token", description="Where branches start: at their first own token, or at the grain before it."
+        "token",
+        description="Where branches start: at their first own token, or at the grain before it.",
     )
     max_round_tokens: int = Field(
-        8192, ge=2 * GRAIN, description="Longest flat stream of one round; longer work takes several."
+        8192,
+        ge=2 * GRAIN,
+        description="Longest flat stream of one round; longer work takes several.",
     )
     max_request_tokens: int = Field(65536, gt=0, description="Most new tokens of one request.")
-    max_prompt_tokens: int = Field(32768, gt=0, description="Most tokens of the state and one question.")
+    max_prompt_tokens: int = Field(
+        32768, gt=0, description="Most tokens of the state and one question."
+    )
     max_questions: int = Field(1024, gt=0, description="Most questions of one request.")
     max_queued_tokens: int = Field(
         262144, gt=0, description="Tokens that may wait; more is refused with a time to try again."
     )
-    max_waiting_requests: int = Field(4096, gt=0, description="Requests that may wait or be rendered.")
+    max_waiting_requests: int = Field(
+        4096, gt=0, description="Requests that may wait or be rendered."
+    )
     pool_bytes: int | None = Field(
         None,
         gt=0,
-        description="Memory for KV pages and for recurrent and convolution states; none: what the longest"
+        description="Memory for KV pages, recurrent and convolution states; none: what the longest"
         " prompt and one round need, with 64 states.",
     )
     slot_share: float = Field(
-        0.25, gt=0, lt=1, description="Part of pool_bytes that holds recurrent and convolution states."
+        0.25,
+        gt=0,
+        lt=1,
+        description="Part of pool_bytes that holds recurrent and convolution states.",
     )
     option_cache_entries: int = Field(
         65536, ge=0, description="Option vectors kept across requests (option-vector families)."
     )
     render_threads: int = Field(2, gt=0, description="Threads that render and tokenize.")
     compute_threads: int | None = Field(
-        None, gt=0, description="Threads of the CPU kernels; none: what torch chooses (OMP_NUM_THREADS)."
+        None,
+        gt=0,
+        description="Threads of the CPU kernels; none: what torch chooses (OMP_NUM_THREADS).",
     )
 
     @model_validator(mode="after")

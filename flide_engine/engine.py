@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from flide_engine.errors import (
     UnknownModel,
     as_faults,
 )
-from flide_engine.families.base import Family, ModelCard, Rendered
+from flide_engine.families.base import ModelCard, Rendered
 from flide_engine.families.registry import load_family
 from flide_engine.kernels import REFERENCE
 from flide_engine.layout.buckets import cut_replays
@@ -72,11 +71,15 @@ class Engine:
             torch.set_num_threads(config.compute_threads)
         self.weights_hash = weights_hash(folder)
         model = load_model(folder, dtype, device, REFERENCE)
-        self._family, vocab = load_family(folder, name, self.weights_hash, config.option_cache_entries)
+        self._family, vocab = load_family(
+            folder, name, self.weights_hash, config.option_cache_entries
+        )
         self._check(model.vocab_size, vocab, model.max_positions)
         pool = Pool(model.state_shape, *self._pool_size(model.state_shape, dtype), dtype, device)
         self._runner = Runner(model, pool, config.fork, device)
-        self._scheduler: Scheduler[RequestWork] = Scheduler(config.max_round_tokens, config.max_queued_tokens)
+        self._scheduler: Scheduler[RequestWork] = Scheduler(
+            config.max_round_tokens, config.max_queued_tokens
+        )
         self._changed = threading.Condition()
         self._closed = False
         self._rendering = 0
@@ -88,14 +91,14 @@ class Engine:
             self.card.name, folder, self.weights_hash, dtype, device, pool.accounting(),
         )  # fmt: skip
 
-    # -- asking -------------------------------------------------------------------------------------
-
     @property
     def card(self) -> ModelCard:
         """Name, description and release date of the model."""
         return self._family.card
 
-    def decide(self, request: DecisionRequest | dict[str, Any], timeout: float | None = None) -> DecisionResponse:
+    def decide(
+        self, request: DecisionRequest | dict[str, Any], timeout: float | None = None
+    ) -> DecisionResponse:
         """The answers to a request. Raises RequestError, UnavailableError or EngineError.
 
         timeout: seconds; DeadlineExceeded if the answer is not there by then.
@@ -112,14 +115,17 @@ class Engine:
     ) -> "Future[DecisionResponse]":
         """A future of the answers; cancelling it before its round begins saves the work.
 
-        Errors of the request come through the future. Raises NotReady if the engine is closed, Overloaded
-        if too many requests wait.
+        Errors of the request come through the future. Raises NotReady if the engine is closed,
+        Overloaded if too many requests wait.
         """
         future: Future[DecisionResponse] = Future()
         with self._changed:
             if self._closed:
                 raise NotReady("the engine is closed")
-            waiting, limit = self._rendering + len(self._scheduler), self.config.max_waiting_requests
+            waiting, limit = (
+                self._rendering + len(self._scheduler),
+                self.config.max_waiting_requests,
+            )
             if waiting >= limit:
                 retry = self._scheduler.retry_after_ms()
                 raise Overloaded(waiting, "requests", limit, "max_waiting_requests", retry)
@@ -142,8 +148,6 @@ class Engine:
             self._changed.notify_all()
         self._loop.join()
         self._threads.shutdown()
-
-    # -- rendering threads --------------------------------------------------------------------------
 
     def _render(
         self,
@@ -177,7 +181,8 @@ class Engine:
         if request.model not in (None, self.card.name, *ALIASES):
             raise UnknownModel(request.model, (self.card.name, *ALIASES))
         if len(request.questions) > config.max_questions:
-            msg = f"{len(request.questions)} questions; the limit is {config.max_questions} (max_questions)"
+            count, limit = len(request.questions), config.max_questions
+            msg = f"{count} questions; the limit is {limit} (max_questions)"
             raise InvalidRequest((Fault(("body", "questions"), msg, "too_long"),))
         try:
             rendered = self._family.render(request)
@@ -190,7 +195,10 @@ class Engine:
             )  # fmt: skip
         if rendered.input_tokens > config.max_request_tokens:
             raise TooManyTokens(
-                "the request", rendered.input_tokens, config.max_request_tokens, "max_request_tokens"
+                "the request",
+                rendered.input_tokens,
+                config.max_request_tokens,
+                "max_request_tokens",
             )
         return rendered
 
@@ -206,8 +214,6 @@ class Engine:
         if work.future.set_running_or_notify_cancel():
             work.future.set_result(response)
 
-    # -- the engine's thread ------------------------------------------------------------------------
-
     def _run(self) -> None:
         taken: list[RequestWork] = []
         try:
@@ -222,7 +228,7 @@ class Engine:
                     _fail(work.future, RoundFailed(f"{type(error).__name__}: {error}"))
 
     def _serve(self, taken: list[RequestWork]) -> None:
-        """Runs rounds until the engine is closed; `taken` is always the work of the round at hand."""
+        """Runs rounds until the engine is closed; `taken` is the work of the round at hand."""
         while True:
             with self._changed:
                 while not len(self._scheduler) and not self._closed:
@@ -242,7 +248,7 @@ class Engine:
             _fail(work.future, error or DeadlineExceeded(work.timeout or 0.0))
 
     def _round(self, works: list[RequestWork]) -> None:
-        """Runs one round; if it fails, each of its requests alone, so that a bad one fails alone."""
+        """Runs one round; if it fails, each request alone, so that a bad one fails alone."""
         began = self._clock()
         try:
             result = self._runner.run([work.job() for work in works])
@@ -267,7 +273,7 @@ class Engine:
             at += len(reads)
 
     def _shrink(self, works: list[RequestWork], error: PoolExhausted) -> None:
-        """A round did not fit the pool: half of it waits; a single request that does not fit fails."""
+        """A round did not fit the pool: half of it waits; a lone request fails."""
         if len(works) == 1:
             self._forget(works[0])
             _fail(works[0].future, error)
@@ -278,7 +284,11 @@ class Engine:
         self._round(works[:half])
 
     def _advance(
-        self, work: RequestWork, reads: list[int], hidden: torch.Tensor, checkpoints: tuple[Anchor, ...]
+        self,
+        work: RequestWork,
+        reads: list[int],
+        hidden: torch.Tensor,
+        checkpoints: tuple[Anchor, ...],
     ) -> None:
         for anchor in checkpoints:
             work.anchors[work.at] = anchor
@@ -307,11 +317,11 @@ class Engine:
         with self._changed:
             self._scheduler.finished(work)
 
-    # -- start ----------------------------------------------------------------------------------------
-
     def _check(self, rows: int, vocab: int, positions: int) -> None:
         if vocab > rows:
-            raise ConfigError(f"the tokenizer has ids up to {vocab - 1}, the model {rows} embedding rows")
+            raise ConfigError(
+                f"the tokenizer has ids up to {vocab - 1}, the model {rows} embedding rows"
+            )
         if self.config.max_prompt_tokens > positions:
             raise ConfigError(
                 f"max_prompt_tokens {self.config.max_prompt_tokens} exceeds the model's"
@@ -327,8 +337,9 @@ class Engine:
         pages, slots = split_budget(shape, config.pool_bytes, config.slot_share, dtype)
         if needed > pages:
             raise ConfigError(
-                f"pool_bytes {config.pool_bytes} holds {pages} pages of {GRAIN} tokens; max_prompt_tokens"
-                f" {config.max_prompt_tokens} with max_round_tokens {config.max_round_tokens} needs {needed}"
+                f"pool_bytes {config.pool_bytes} holds {pages} pages of {GRAIN} tokens;"
+                f" max_prompt_tokens {config.max_prompt_tokens} with max_round_tokens"
+                f" {config.max_round_tokens} needs {needed}"
             )
         return pages, slots
 

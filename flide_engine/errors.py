@@ -1,4 +1,5 @@
-"""Every error a caller can meet, as one tree; `router/http_errors.py` maps its leaves to HTTP statuses.
+"""Every error a caller can meet, as one tree; `router/http_errors.py` maps its leaves to HTTP
+statuses.
 
     FlideError
       RequestError            the caller's own: asking again unchanged cannot help
@@ -18,7 +19,8 @@
         PoolExhausted           a round needs more pages or slots than are free
       SetupError              the engine cannot start
         ConfigError             options contradict each other or the machine
-        WeightsError            a checkpoint folder lacks tensors, has unknown ones, or has wrong shapes
+        WeightsError            a checkpoint folder lacks tensors, has unknown ones, or has wrong
+        shapes
 
 Each class passes all its arguments to the base constructor: errors cross processes by pickle.
 """
@@ -128,7 +130,9 @@ class Overloaded(UnavailableError):
 
     error_type = "rate_limit_error"
 
-    def __init__(self, waiting: int, unit: str, limit: int, option: str, retry_after_ms: int) -> None:
+    def __init__(
+        self, waiting: int, unit: str, limit: int, option: str, retry_after_ms: int
+    ) -> None:
         super().__init__(waiting, unit, limit, option, retry_after_ms)
         self.waiting, self.unit, self.limit, self.option = waiting, unit, limit, option
         self.retry_after_ms = retry_after_ms
@@ -221,5 +225,7 @@ class WeightsError(SetupError):
 
 
 def as_faults(errors: list[Any], prefix: tuple[str | int, ...] = ()) -> tuple[Fault, ...]:
-    """pydantic's error list (`ValidationError.errors()`) as faults, each location under `prefix`."""
+    """pydantic's error list (`ValidationError.errors()`) as faults, each location under
+    `prefix`.
+    """
     return tuple(Fault((*prefix, *e["loc"]), str(e["msg"]), str(e["type"])) for e in errors)

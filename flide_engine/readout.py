@@ -11,12 +11,14 @@ from flide_engine.errors import NonFiniteOutput
 from flide_engine.families.base import Read
 
 
-def read_values(hidden: Tensor, reads: Sequence[Read], output_head: Tensor) -> list[NDArray[np.float32]]:
+def read_values(
+    hidden: Tensor, reads: Sequence[Read], output_head: Tensor
+) -> list[NDArray[np.float32]]:
     """One value for each read, in order: logits of its head rows, or the hidden vector itself.
 
-    hidden [R, H]: final-norm hidden vectors, one a read; output_head [V, H]. Products are float32 whatever
-    the weights are, over the label rows only. Raises NonFiniteOutput naming the first read whose value
-    is not finite.
+    hidden [R, H]: final-norm hidden vectors, one a read; output_head [V, H]. Products are float32
+    whatever the weights are, over the label rows only. Raises NonFiniteOutput naming the first
+    read whose value is not finite.
     """
     vectors = hidden.float()
     values: list[Tensor] = []

@@ -1,11 +1,14 @@
 """What an engine's options come to on this machine: the folder, the device, the dtype."""
 
+import logging
 import re
 from pathlib import Path
 
 import torch
 
 from flide_engine.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "tiny_model" / "weights"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
@@ -23,14 +26,22 @@ def locate(model: str | None) -> tuple[Path, str]:
     if (folder := Path(model).expanduser()).is_dir():
         return folder, folder.resolve().name
     if not _HUB_NAME.fullmatch(model):
-        raise ConfigError(f"model {model!r} is neither a folder nor a hub name (owner/name[@revision])")
+        raise ConfigError(
+            f"model {model!r} is neither a folder nor a hub name (owner/name[@revision])"
+        )
     from huggingface_hub import snapshot_download
 
     name, _, revision = model.partition("@")
     try:
-        found = snapshot_download(name, revision=revision or None, allow_patterns=_WANTED)
-    except Exception as error:  # the hub's own errors share no base class with its network's
-        raise ConfigError(f"model {model!r} cannot be had: {type(error).__name__}: {error}") from error
+        try:
+            found = snapshot_download(name, revision=revision or None, allow_patterns=_WANTED)
+        except Exception as error:  # the hub's own errors share no base class with its network's
+            log.warning("model %s is looked for in the hub's cache only: %s", model, error)
+            found = snapshot_download(name, revision=revision or None, local_files_only=True)
+    except Exception as error:
+        raise ConfigError(
+            f"model {model!r} cannot be had: {type(error).__name__}: {error}"
+        ) from error
     return Path(found), model
 
 

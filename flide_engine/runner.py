@@ -18,7 +18,9 @@ from flide_engine.models.base import DecisionModel, StreamTensors
 
 @dataclass(frozen=True)
 class RoundResult:
-    """hidden [R, H]: vectors of all reads, job by job; checkpoints: those of each job's marks, held."""
+    """hidden [R, H]: vectors of all reads, job by job; checkpoints: those of each job's marks,
+    held.
+    """
 
     hidden: Tensor
     checkpoints: tuple[tuple[Anchor, ...], ...]
@@ -32,7 +34,8 @@ class Runner:
         self._pool = pool
 
     def run(self, jobs: Sequence[Job]) -> RoundResult:
-        """Runs one round. The checkpoints of its marks are the caller's to `drop`; all else is freed.
+        """Runs one round. The checkpoints of its marks are the caller's to `drop`; all else is
+        freed.
 
         Raises PoolExhausted, having taken nothing, if the pool cannot hold the round.
         """

@@ -1,7 +1,8 @@
-"""Which work goes into the next round. Pure policy: no threads, no tensors, a clock that is handed in.
+"""Which work goes into the next round. Pure policy: no threads, no tensors, a clock that is handed
+in.
 
-Work is counted in new tokens. Requests go first come, first served; one that takes several rounds goes
-to the back of the queue between two of them, so that short requests run between its pieces.
+Work is counted in new tokens. Requests go first come, first served; one that takes several rounds
+goes to the back of the queue between two of them, so that short requests run between its pieces.
 """
 
 from collections import deque
@@ -60,11 +61,14 @@ class Scheduler(Generic[W]):
     def add(self, work: W) -> None:
         """Queues new work. Raises Overloaded if more than `max_queued_tokens` would wait.
 
-        Work is always taken when nothing waits, so that the limit refuses load and never a single request.
+        Work is always taken when nothing waits, so that the limit refuses load and never a single
+        request.
         """
         queued = self.queued_tokens
         if self._queue and queued + work.waiting_tokens > self._limit:
-            raise Overloaded(queued, "tokens", self._limit, "max_queued_tokens", self.retry_after_ms())
+            raise Overloaded(
+                queued, "tokens", self._limit, "max_queued_tokens", self.retry_after_ms()
+            )
         self._queue.append(work)
 
     def next_round(self, now: float) -> tuple[list[W], list[W]]:
@@ -104,7 +108,9 @@ class Scheduler(Generic[W]):
     def observe(self, tokens: int, seconds: float) -> None:
         """A round of `tokens` took `seconds`; keeps the rate that waits are predicted from."""
         rate = tokens / max(seconds, 1e-6)
-        self._rate = rate if not self._rate else (1 - _RATE_WEIGHT) * self._rate + _RATE_WEIGHT * rate
+        self._rate = (
+            rate if not self._rate else (1 - _RATE_WEIGHT) * self._rate + _RATE_WEIGHT * rate
+        )
 
     def drain(self) -> list[W]:
         """Everything that waits, out of the queue."""

@@ -1,4 +1,6 @@
-"""A request on its way through the engine: the pieces it is run in, and what has been read so far."""
+"""A request on its way through the engine: the pieces it is run in, and what has been read so
+far.
+"""
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -18,8 +20,9 @@ from flide_engine.layout.tree import build_forest
 class RequestWork:
     """One request. Only the engine's thread uses it once it is queued.
 
-    replays: its pieces, `at` the next one. anchors: checkpoints held between pieces, by the piece that
-    took them. values: by read. deadline: on the engine's clock; timeout: the seconds it came from.
+    replays: its pieces, `at` the next one. anchors: checkpoints held between pieces, by the piece
+    that took them. values: by read. deadline: on the engine's clock; timeout: the seconds it came
+    from.
     """
 
     rendered: Rendered
@@ -65,7 +68,12 @@ class RequestWork:
         replay = self.replays[self.at]
         if replay.stop is not None:
             return []
-        return [i for p in replay.prompts for i, read in enumerate(self.rendered.reads) if read.prompt == p]
+        return [
+            i
+            for p in replay.prompts
+            for i, read in enumerate(self.rendered.reads)
+            if read.prompt == p
+        ]
 
     def spent_anchors(self) -> list[Anchor]:
         """Checkpoints that no piece to come resumes from; they are the caller's to drop."""

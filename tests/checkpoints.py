@@ -6,21 +6,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 # Words, digits, single letters and letter pairs, so that label tokens exist.
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _TEXT = (
     [f"{a}{b}\n" for a in _LETTERS for b in _LETTERS] * 3
-    + [f"{word}\n" for word in ("Yes", "No", "Question", "Options", "Reply with the letter of one option only.")] * 50
-    + ["The order arrived broken. Is a refund asked for? Who handles it? How angry is the customer?\n"] * 20
+    + [
+        f"{word}\n"
+        for word in (
+            "Yes",
+            "No",
+            "Question",
+            "Options",
+            "Reply with the letter of one option only.",
+        )
+    ]
+    * 50
+    + ["The order arrived broken. Is a refund asked for? Who handles it? How angry is she?\n"] * 20
 )
-_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n"
-    "{% endif %}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+    "{% else %}<think>\n{% endif %}{% endif %}"
 )
 CONTROLS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 
@@ -32,7 +45,7 @@ def tokenizer_json() -> str:
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(__import__("tokenizers").Regex(_SPLIT), "isolated"),
+            pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -78,7 +91,7 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
 
 
 def oracle(config: dict[str, Any], seed: int = 0) -> Any:
-    """transformers' model of that config in float32, everything random, norms and decays included."""
+    """transformers' model of that config in float32, everything random, norms included."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     torch.manual_seed(seed)
@@ -123,4 +136,8 @@ def save_tokenizer(folder: Path) -> None:
 def text_tensors(model: Any) -> dict[str, torch.Tensor]:
     """The oracle's tensors under the names of a text-only checkpoint, without a tied head."""
     tied = model.config.tie_word_embeddings
-    return {k: v.detach().clone() for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
+    return {
+        k: v.detach().clone()
+        for k, v in model.state_dict().items()
+        if not (tied and k == "lm_head.weight")
+    }

@@ -1,1 +1,3 @@
-"""Memory that outlives a round: KV pages of one grain, recurrent and convolution states in slots."""
+"""Memory that outlives a round: KV pages of one grain, recurrent and convolution states in
+slots.
+"""

@@ -1,9 +1,9 @@
-"""The pool: pages and slots allocated once from a byte budget, handed out by number, shared by count.
+"""The pool: pages and slots allocated once, handed out by number, shared by count.
 
-A *page* holds keys and values of one grain (64 tokens) for every attention layer. A *slot* holds the
-recurrent state and the last three convolution inputs for every recurrent layer. Both are immutable once
-written, so checkpoints share them by reference count. Kernels address tensors by page and slot number;
-nothing is copied.
+A *page* holds keys and values of one grain (64 tokens) for every attention layer. A *slot* holds
+the recurrent state and the last three convolution inputs for every recurrent layer. Both are
+immutable once written, so checkpoints share them by reference count. Kernels address tensors by
+page and slot number; nothing is copied.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,8 @@ class PoolTensors:
 
     keys, values: [attention_layers, P, 64, kv_heads, head_dim] in the activation dtype.
     recurrent_state: [recurrent_layers, S, value_heads, key_dim, value_dim] float32.
-    conv_state: [recurrent_layers, S, conv_rows, conv_channels] in the activation dtype, oldest row first.
+    conv_state: [recurrent_layers, S, conv_rows, conv_channels] in the activation dtype, oldest row
+    first.
     """
 
     keys: Tensor
@@ -49,7 +50,10 @@ class Counted:
         return len(self._free)
 
     def take(self, count: int) -> Ints:
-        """`count` free numbers, each held once. Raises PoolExhausted, taking none, if there are fewer."""
+        """`count` free numbers, each held once.
+
+        Raises PoolExhausted, taking none, if there are fewer.
+        """
         if count > len(self._free):
             raise PoolExhausted(self.kind, count, len(self._free), len(self.counts))
         taken = np.array([self._free.pop() for _ in range(count)], np.int32)
@@ -78,15 +82,17 @@ class Accounting:
     slot_bytes_held: int
 
 
-def split_budget(shape: StateShape, budget: int, slot_share: float, dtype: torch.dtype) -> tuple[int, int]:
+def split_budget(
+    shape: StateShape, budget: int, slot_share: float, dtype: torch.dtype
+) -> tuple[int, int]:
     """(pages, slots) that `budget` bytes hold. Raises ConfigError under two of each."""
     page, slot = shape.page_bytes(dtype.itemsize), shape.slot_bytes(dtype.itemsize)
     slots = int(budget * slot_share) // max(1, slot)
     pages = int(budget * (1 - slot_share)) // max(1, page)
     if min(slots, pages) < 2:
         raise ConfigError(
-            f"pool_bytes {budget} holds {pages} pages of {page} bytes and {slots} slots of {slot} bytes;"
-            " at least 2 of each are needed"
+            f"pool_bytes {budget} holds {pages} pages of {page} bytes and {slots} slots of"
+            f" {slot} bytes; at least 2 of each are needed"
         )
     return pages, slots
 
@@ -111,8 +117,14 @@ class Pool:
 
     def accounting(self) -> Accounting:
         """Bytes held and in all."""
-        page, slot = self.shape.page_bytes(self.dtype.itemsize), self.shape.slot_bytes(self.dtype.itemsize)
+        page, slot = (
+            self.shape.page_bytes(self.dtype.itemsize),
+            self.shape.slot_bytes(self.dtype.itemsize),
+        )
         pages, slots = len(self.pages.counts), len(self.slots.counts)
         return Accounting(
-            page * pages, page * (pages - self.pages.free), slot * slots, slot * (slots - self.slots.free)
+            page * pages,
+            page * (pages - self.pages.free),
+            slot * slots,
+            slot * (slots - self.slots.free),
         )

@@ -1,0 +1,1 @@
+"""Decision families: requests to isolated prompts, and what is read of them to answers."""

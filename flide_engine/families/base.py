@@ -1,4 +1,5 @@
-"""What a decision family is: it turns a request into isolated prompts, and what is read into answers.
+"""What a decision family is: it turns a request into isolated prompts, and what is read into
+answers.
 
 The engine knows no family by name. It runs the prompts, and hands back one value for each read.
 """
@@ -30,7 +31,8 @@ Floats = NDArray[np.float32]
 class Read:
     """What is read at the last token of a prompt.
 
-    prompt: index of the prompt. head_rows: [k] rows of the output head, read as float32 logits [k]; None:
+    prompt: index of the prompt. head_rows: [k] rows of the output head, read as float32 logits
+    [k]; None:
     the hidden vector itself, float32 [H]. about: names the question or option in an error.
     """
 
@@ -43,9 +45,9 @@ class Read:
 class Rendered:
     """A request as isolated prompts, each the whole of what its question would be asked with alone.
 
-    prompts: whole prompts, one token list each. reads: what is read of them. input_tokens: the state once
-    and each question and option once. longest_prompt: tokens of the longest prompt. note: the family's
-    own, handed back to `finish`.
+    prompts: whole prompts, one token list each. reads: what is read of them. input_tokens: the
+    state once and each question and option once. longest_prompt: tokens of the longest prompt.
+    note: the family's own, handed back to `finish`.
     """
 
     prompts: tuple[Tokens, ...]
@@ -97,7 +99,9 @@ def noul_answer(yes: float) -> NoulAnswer:
 
 
 def choice_answer(question: Choice, probabilities: Sequence[float]) -> ChoiceAnswer:
-    """Confidence: the top probability, rescaled from uniform to 1 (system-one-api.md section 1.4)."""
+    """Confidence: the top probability, rescaled from uniform to 1 (system-one-api.md section
+    1.4).
+    """
     n, top = len(probabilities), max(probabilities)
     names = list(question.criteria)
     return ChoiceAnswer(
@@ -108,7 +112,9 @@ def choice_answer(question: Choice, probabilities: Sequence[float]) -> ChoiceAns
 
 
 def score_answer(question: Score, probabilities: Sequence[float]) -> ScoreAnswer:
-    """Confidence: 1 - mean distance from the mode over that of the uniform distribution (section 1.4)."""
+    """Confidence: 1 - mean distance from the mode over that of the uniform distribution (section
+    1.4).
+    """
     n = len(probabilities)
     mode = max(range(n), key=lambda i: probabilities[i])
     spread = sum(p * abs(i - mode) for i, p in enumerate(probabilities))
@@ -116,7 +122,8 @@ def score_answer(question: Score, probabilities: Sequence[float]) -> ScoreAnswer
     return ScoreAnswer(
         score=sum(i * p for i, p in enumerate(probabilities)),
         legend={
-            str(i): text if text else level_text(i, text) for i, text in enumerate(question.criteria)
+            str(i): text if text else level_text(i, text)
+            for i, text in enumerate(question.criteria)
         },
         probabilities={str(i): p for i, p in enumerate(probabilities)},
         confidence=min(1.0, max(0.0, 1 - spread / uniform)),

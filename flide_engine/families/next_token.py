@@ -1,8 +1,8 @@
-"""Next-token readout: the checkpoint's chat template asks, the probabilities of label tokens answer.
+"""Next-token readout: the checkpoint's chat template asks, probabilities of label tokens answer.
 
-p(o) = softmax over the question's labels of w_o . h, with h at the last token of the generation prompt
-and w_o the label's row of the output head. Labels: A, B, .. and then two-letter tokens for choices, 0 .. 9
-for scores, Yes and No for yes/no questions.
+p(o) = softmax over the question's labels of w_o . h, with h at the last token of the generation
+prompt and w_o the label's row of the output head. Labels: A, B, .. and then two-letter tokens for
+choices, 0 .. 9 for scores, Yes and No for yes/no questions.
 """
 
 import itertools
@@ -13,7 +13,15 @@ from pathlib import Path
 
 import numpy as np
 
-from flide_engine.api import MAX_LEVELS, MAX_OPTIONS, Answer, Choice, DecisionRequest, Noul, Question
+from flide_engine.api import (
+    MAX_LEVELS,
+    MAX_OPTIONS,
+    Answer,
+    Choice,
+    DecisionRequest,
+    Noul,
+    Question,
+)
 from flide_engine.errors import ConfigError, Fault, InvalidRequest
 from flide_engine.families.base import (
     Floats,
@@ -56,12 +64,17 @@ class NextToken:
         self._may_cut = tokenizer.may_cut("\n\n", _QUESTION)
 
     def render(self, request: DecisionRequest) -> Rendered:
-        """See Family.render. The state is encoded once if the tokenizer provably ends a word before a question."""
+        """See Family.render.
+
+        The state is encoded once if the tokenizer always ends a word before a question.
+        """
         state = entry_text(request.state).strip()
         opening = self._opening + (state + "\n\n" if state else "")
         # the cut is safe after the blank line only
         cut = self._may_cut and bool(state)
-        head = np.concatenate([self._before, self.tokenizer.encode(opening)]) if cut else self._before
+        head = (
+            np.concatenate([self._before, self.tokenizer.encode(opening)]) if cut else self._before
+        )
         prompts: list[Tokens] = []
         reads: list[Read] = []
         for name, question in request.questions.items():
@@ -72,7 +85,9 @@ class NextToken:
             prompts.append(np.concatenate([head, body, self._after]).astype(np.int32))
         shared = _shared(prompts)
         tokens = shared + sum(len(p) - shared for p in prompts)
-        return Rendered(tuple(prompts), tuple(reads), tokens, max(map(len, prompts)), request.questions)
+        return Rendered(
+            tuple(prompts), tuple(reads), tokens, max(map(len, prompts)), request.questions
+        )
 
     def finish(self, rendered: Rendered, values: Sequence[Floats]) -> dict[str, Answer]:
         """See Family.finish."""
@@ -83,7 +98,11 @@ class NextToken:
             if isinstance(question, Noul):
                 answers[name] = noul_answer(p[0])
             else:
-                answers[name] = choice_answer(question, p) if isinstance(question, Choice) else score_answer(question, p)
+                answers[name] = (
+                    choice_answer(question, p)
+                    if isinstance(question, Choice)
+                    else score_answer(question, p)
+                )
         return answers
 
     def _labels_of(self, question: Question, name: str) -> _Labels:
@@ -92,7 +111,10 @@ class NextToken:
         labels = self._choice if isinstance(question, Choice) else self._score
         count = len(question.criteria)
         if count > len(labels.texts):
-            msg = f"{count} options; this model's tokenizer has labels for {len(labels.texts)} options per choice"
+            msg = (
+                f"{count} options; this model's tokenizer has labels for {len(labels.texts)}"
+                " options per choice"
+            )
             raise InvalidRequest((Fault(("body", "questions", name, "criteria"), msg),))
         return _Labels(labels.texts[:count], labels.ids[:count])
 
@@ -100,8 +122,11 @@ class NextToken:
 def _question(question: Question, labels: tuple[str, ...]) -> str:
     """The question as the user's turn says it, after the state."""
     if isinstance(question, Noul):
-        yes, no = (question.criteria.true, question.criteria.false) if question.criteria else (None, None)
-        return f"{_QUESTION}{question_text(question.instructions, yes, no)}\nReply with Yes or No only."
+        yes, no = (
+            (question.criteria.true, question.criteria.false) if question.criteria else (None, None)
+        )
+        text = question_text(question.instructions, yes, no)
+        return f"{_QUESTION}{text}\nReply with Yes or No only."
     if isinstance(question, Choice):
         kind, what = "Options", "letter of one option"
         texts = [option_text(name, text) for name, text in question.criteria.items()]
@@ -109,9 +134,8 @@ def _question(question: Question, labels: tuple[str, ...]) -> str:
         kind, what = "Levels, lowest first", "number of one level"
         texts = [level_text(i, text) for i, text in enumerate(question.criteria)]
     listed = "\n".join(f"{label}. {text}" for label, text in zip(labels, texts, strict=True))
-    return (
-        f"{_QUESTION}{question_text(question.instructions)}\n{kind}:\n{listed}\nReply with the {what} only."
-    )
+    text = question_text(question.instructions)
+    return f"{_QUESTION}{text}\n{kind}:\n{listed}\nReply with the {what} only."
 
 
 def _shared(prompts: Sequence[Tokens]) -> int:
@@ -129,19 +153,24 @@ def _letters() -> list[str]:
 
 
 def _labels(tokenizer: TextTokenizer, texts: Sequence[str], most: int, least: int) -> _Labels:
-    """The first `most` of `texts` that are one token each, all different. ConfigError if under `least`."""
+    """The first `most` of `texts` that are one token each, all different.
+
+    Raises ConfigError if there are fewer than `least`.
+    """
     found: dict[int, str] = {}
     for text in texts:
         ids = tokenizer.encode(text)
         if len(ids) == 1 and int(ids[0]) not in found and len(found) < most:
             found[int(ids[0])] = text
     if len(found) < least:
-        raise ConfigError(f"only {len(found)} of the labels {list(texts)[:10]} are single distinct tokens")
+        raise ConfigError(
+            f"only {len(found)} of the labels {list(texts)[:10]} are single distinct tokens"
+        )
     return _Labels(tuple(found.values()), np.array(list(found), np.int32))
 
 
 def _template(folder: Path) -> tuple[str, str]:
-    """The chat template's text before and after the user's content, thinking off, up to the answer."""
+    """The chat template's text before and after the user's content, thinking off."""
     from transformers import AutoTokenizer  # slow to import, and only this family needs it
 
     chat = AutoTokenizer.from_pretrained(folder)

@@ -1,8 +1,8 @@
 """Option vectors: p(o) = softmax(s * cos(h, w_o)), the readout of the embedded model.
 
-`h` is the hidden vector at the end of the question's prompt; `w_o` is the one at the end of the option's
-own short sequence, which does not hold the state, so it is computed once and kept. A yes/no question is
-read by a scalar head on `h`. The prompts, also used in training:
+`h` is the hidden vector at the end of the question's prompt; `w_o` is the one at the end of the
+option's own short sequence, which does not hold the state, so it is computed once and kept. A
+yes/no question is read by a scalar head on `h`. The prompts, also used in training:
 
     <|state|> state <|noul|> or <|choice|> or <|score|> question <|read|>
     <|option|> option <|read|>
@@ -40,7 +40,9 @@ KINDS = {"noul": "<|noul|>", "choice": "<|choice|>", "score": "<|score|>"}
 
 
 class VectorCache:
-    """Option vectors by weights hash and text, the least recently used dropped first. Thread-safe."""
+    """Option vectors by weights hash and text, the least recently used dropped first.
+    Thread-safe.
+    """
 
     def __init__(self, entries: int) -> None:
         self._entries = entries
@@ -75,7 +77,9 @@ class _Note:
 class OptionVectors:
     """The family of a folder whose decision_config.json says `"family": "option_vectors"`."""
 
-    def __init__(self, folder: Path, tokenizer: TextTokenizer, weights: str, cache_entries: int) -> None:
+    def __init__(
+        self, folder: Path, tokenizer: TextTokenizer, weights: str, cache_entries: int
+    ) -> None:
         config = json.loads((folder / "decision_config.json").read_text())
         self.card = ModelCard(config["name"], config["description"], config["release_date"])
         self.tokenizer, self.weights = tokenizer, weights
@@ -131,7 +135,11 @@ class OptionVectors:
             rows = np.stack([vectors[text] for text in note.options[name]]).astype(np.float64)
             cosines = rows @ h / (np.linalg.norm(rows, axis=1) * np.linalg.norm(h))
             p = softmax((self._scale * cosines).astype(np.float32))
-            answers[name] = choice_answer(question, p) if isinstance(question, Choice) else score_answer(question, p)
+            answers[name] = (
+                choice_answer(question, p)
+                if isinstance(question, Choice)
+                else score_answer(question, p)
+            )
         return answers
 
     def _question(self, state: Tokens, question: Question) -> Tokens:
@@ -139,7 +147,9 @@ class OptionVectors:
         if isinstance(question, Noul) and question.criteria:
             yes, no = question.criteria.true, question.criteria.false
         text = self.tokenizer.encode(question_text(question.instructions, yes, no))
-        return np.concatenate([state, [self._kinds[question.type]], text, [self._read]]).astype(np.int32)
+        return np.concatenate([state, [self._kinds[question.type]], text, [self._read]]).astype(
+            np.int32
+        )
 
 
 def _options(question: Question) -> list[str]:

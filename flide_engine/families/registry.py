@@ -10,7 +10,9 @@ from flide_engine.families.option_vectors import OptionVectors
 from flide_engine.families.tokenizer import TextTokenizer
 
 
-def load_family(folder: Path, name: str, weights: str, option_cache_entries: int) -> tuple[Family, int]:
+def load_family(
+    folder: Path, name: str, weights: str, option_cache_entries: int
+) -> tuple[Family, int]:
     """(the family, its tokenizer's vocabulary size). Raises ConfigError for an unknown family.
 
     name: what a checkpoint without decision_config.json is called. weights: hash of the weights.

@@ -12,22 +12,47 @@ from flide_engine.errors import ConfigError, Fault, InvalidRequest
 
 Tokens = NDArray[np.int32]
 
-_ENDINGS = ("a", "Z", "7", "é", "中", ".", "?!", "'", " ", "  ", "\t", "\n", "\r\n", "\n \n", "}", "_", "🙂", "́")
+_ENDINGS = (
+    "a",
+    "Z",
+    "7",
+    "é",
+    "中",
+    ".",
+    "?!",
+    "'",
+    " ",
+    "  ",
+    "\t",
+    "\n",
+    "\r\n",
+    "\n \n",
+    "}",
+    "_",
+    "🙂",
+    "́",
+)
 
 
 class TextTokenizer:
     """A folder's tokenizer.json, split in two: control tokens by name, and everything else as text.
 
-    A tokenizer takes control tokens out of a text first and encodes each run between them by itself.
-    `encode` does the second step only, so text that spells a control token stays text; `pieces` does the
-    first step, for texts that come from a template.
+    A tokenizer takes control tokens out of a text first and encodes each run between them by
+    itself.
+    `encode` does the second step only, so text that spells a control token stays text; `pieces`
+    does the first step, for texts that come from a template.
     """
 
     def __init__(self, folder: Path) -> None:
         try:
             spec = json.loads((folder / "tokenizer.json").read_text())
             self.controls = {t["content"]: int(t["id"]) for t in spec.get("added_tokens", [])}
-            spec |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+            spec |= {
+                "added_tokens": [],
+                "post_processor": None,
+                "truncation": None,
+                "padding": None,
+            }
             self._text = Tokenizer.from_str(json.dumps(spec))
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"no readable tokenizer.json in {folder}: {error}") from error
@@ -42,7 +67,9 @@ class TextTokenizer:
         return max([self._text.get_vocab_size(), *(i + 1 for i in self.controls.values())])
 
     def encode(self, text: str) -> Tokens:
-        """Ids of a run of text, [n] int32. Raises InvalidRequest for text that is not valid Unicode."""
+        """Ids of a run of text, [n] int32. Raises InvalidRequest for text that is not valid
+        Unicode.
+        """
         try:
             return np.array(self._text.encode(text, add_special_tokens=False).ids, np.int32)
         except (UnicodeError, TypeError) as error:
@@ -55,7 +82,9 @@ class TextTokenizer:
         return self.controls[name]
 
     def pieces(self, template: str) -> list[int | str]:
-        """A template's text as control token ids and runs of text between them; empty runs left out."""
+        """A template's text as control token ids and runs of text between them; empty runs left
+        out.
+        """
         found: list[int | str] = []
         at = 0
         for match in self._control.finditer(template):
@@ -65,10 +94,11 @@ class TextTokenizer:
         return [piece for piece in found if piece != ""]
 
     def may_cut(self, before: str, after: str) -> bool:
-        """Whether any text that ends in `before` and goes on with `after` can be encoded in two parts there.
+        """Whether any text that ends in `before` and goes on with `after` can be encoded in two
+        parts there.
 
-        True if the pre-tokenizer always ends a word at the cut. What it does there depends on the few
-        characters around it only, so one ending of each kind of character is tried; without a
+        True if the pre-tokenizer always ends a word at the cut. What it does there depends on the
+        few characters around it only, so one ending of each kind of character is tried; without a
         pre-tokenizer nothing ends a word, and the answer is no.
         """
         if self._text.pre_tokenizer is None:

@@ -1,4 +1,5 @@
-"""Operations by name. A `Kernels` is chosen once from the device; models call through it and know no more.
+"""Operations by name. A `Kernels` is chosen once from the device; models call through it and know
+no more.
 
 Every operation has a reference in torch (`<op>_ref.py`), which is its contract and runs anywhere.
 """

@@ -6,7 +6,8 @@ from torch import Tensor
 
 
 def gather_rows(stream: Tensor, slots: Tensor, codes: Tensor) -> Tensor:
-    """Rows by code: >= 0 a stream row, -1 zeros, <= -2 row (-2 - code) of the slots taken as one list.
+    """Rows by code: >= 0 a stream row, -1 zeros, <= -2 row (-2 - code) of the slots taken as one
+    list.
 
     stream [T, C]; slots [S, R, C]; codes [...] integer. Returns [..., C] in the stream's dtype.
     """
@@ -30,7 +31,8 @@ def causal_conv1d_ref(
 
     x [T, C]; weight [C, 4], tap 3 meets the current token; conv_state [S, 3, C]: slot rows are read
     where `chain_rows` names them and **written** at `store_slots` with the raw rows `store_rows`;
-    cu_seqlens [N+1], starts [N], chain_rows [N, 66], store_slots [M], store_rows [M, 3]: see RoundPlan.
+    cu_seqlens [N+1], starts [N], chain_rows [N, 66], store_slots [M], store_rows [M, 3]: see
+    RoundPlan.
     Rows past cu_seqlens[-1] are padding; their result is unspecified but finite.
     Returns [T, C] in x's dtype; sums and silu in float32. Source: models.md section 1.4.
     """

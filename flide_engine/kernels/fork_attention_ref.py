@@ -13,7 +13,8 @@ def write_pages_ref(
 ) -> None:
     """Keys and values of whole grains into their pages.
 
-    k, v [T, nkv, hd]; keys, values [P, 64, nkv, hd], written at write_pages [W] from write_rows [W, 64].
+    k, v [T, nkv, hd]; keys, values [P, 64, nkv, hd], written at write_pages [W] from write_rows
+    [W, 64].
     """
     if len(write_pages):
         keys[write_pages.long()] = k[write_rows.long()]
@@ -36,12 +37,14 @@ def fork_attention_ref(
     page_list_ends: Tensor,
     pages: Tensor,
 ) -> Tensor:
-    """Attention of `query_rows` over their chains: pages of [0, F), rows of F .. start-1, then own rows.
+    """Attention of `query_rows` over their chains: pages of [0, F), rows of F .. start-1, then own
+    rows.
 
     q [R, nh, hd]: queries of the rows query_rows [R], ascending; k, v [T, nkv, hd] of all rows;
-    keys, values [P, 64, nkv, hd]: pages, those of this round already written. A row sees its chain up to
-    itself, and with a `window` only the last `window` positions, itself included. Query head h reads
-    key head h // (nh / nkv). The rest: see RoundPlan. Returns [R, nh, hd] in q's dtype, softmax in float32.
+    keys, values [P, 64, nkv, hd]: pages, those of this round already written. A row sees its chain
+    up to itself, and with a `window` only the last `window` positions, itself included. Query head
+    h reads key head h // (nh / nkv). The rest: see RoundPlan. Returns [R, nh, hd] in q's dtype,
+    softmax in float32.
     """
     out = torch.zeros_like(q)
     bounds, first = cu_seqlens.tolist(), starts.tolist()
@@ -58,11 +61,15 @@ def fork_attention_ref(
         k_chain = torch.cat([keys[held].flatten(0, 1), k[tail], k[own]])  # [start + own, nkv, hd]
         v_chain = torch.cat([values[held].flatten(0, 1), v[tail], v[own]])
         time = query_rows[cuts[n] : cuts[n + 1]].long() - bounds[n] + start
-        out[cuts[n] : cuts[n + 1]] = _attend(q[cuts[n] : cuts[n + 1]], k_chain, v_chain, time, scale, window)
+        out[cuts[n] : cuts[n + 1]] = _attend(
+            q[cuts[n] : cuts[n + 1]], k_chain, v_chain, time, scale, window
+        )
     return out
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, time: Tensor, scale: float, window: int | None) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, time: Tensor, scale: float, window: int | None
+) -> Tensor:
     """Queries at chain positions `time` [R] over the keys of positions 0 .. L-1."""
     shared = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(shared, 1).transpose(0, 1) for t in (k, v))  # [nh, L, hd]
@@ -74,6 +81,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, time: Tensor, scale: float, window:
         seen = (age >= 0) & (age < window) if window else age >= 0
         rows = q[a : a + QUERY_BLOCK].transpose(0, 1)
         parts.append(
-            F.scaled_dot_product_attention(rows, k[:, :upto], v[:, :upto], attn_mask=seen, scale=scale)
+            F.scaled_dot_product_attention(
+                rows, k[:, :upto], v[:, :upto], attn_mask=seen, scale=scale
+            )
         )
     return torch.cat(parts, 1).transpose(0, 1)

@@ -1,4 +1,6 @@
-"""Gated delta rule over one dependency level of a forked stream: reference in torch, float32 throughout."""
+"""Gated delta rule over one dependency level of a forked stream: reference in torch, float32
+throughout.
+"""
 
 import torch
 from torch import Tensor
@@ -25,14 +27,17 @@ def gated_delta_rule_ref(
 ) -> None:
     """Outputs of nodes[0] .. nodes[1]-1 into `out`, their marked states into `recurrent_state`.
 
-    q, k [T, Hv, dk] (normalised, q scaled), v [T, Hv, dv], g [T, Hv] log decay <= 0, beta [T, Hv]; all
-    float32. out [T, Hv, dv] float32, rows of other nodes untouched. recurrent_state [S, Hv, dk, dv] float32:
+    q, k [T, Hv, dk] (normalised, q scaled), v [T, Hv, dv], g [T, Hv] log decay <= 0, beta [T, Hv];
+    all float32. out [T, Hv, dv] float32, rows of other nodes untouched. recurrent_state [S, Hv, dk,
+    dv] float32:
     read at `initial_slots` (-1: zeros), written at `store_slots`. The rest: see RoundPlan.
 
-    Per step S <- e^g S; S <- S + k (beta (v - S^T k))^T; o = S^T q (models.md section 1.4), in the chunk
-    form, with chunks at absolute multiples of 64 of the chain: a node's first chunk begins with the rows
-    that `chain_rows` names between the grain and its first token, so any fork of a prompt groups sums
-    alike. A stored state is the one after `store_positions` tokens, always the end of a chunk.
+    Per step S <- e^g S; S <- S + k (beta (v - S^T k))^T; o = S^T q (models.md section 1.4), in the
+    chunk
+    form, with chunks at absolute multiples of 64 of the chain: a node's first chunk begins with
+    the rows that `chain_rows` names between the grain and its first token, so any fork of a prompt
+    groups sums alike. A stored state is the one after `store_positions` tokens, always the end of
+    a chunk.
     """
     low, high = nodes
     ids = range(low, high)
@@ -47,7 +52,10 @@ def gated_delta_rule_ref(
         for n in ids
     ]
     state = torch.stack(
-        [recurrent_state[s] if s >= 0 else torch.zeros_like(recurrent_state[0]) for s in initial_slots[low:high].tolist()]
+        [
+            recurrent_state[s] if s >= 0 else torch.zeros_like(recurrent_state[0])
+            for s in initial_slots[low:high].tolist()
+        ]
     )  # [n, Hv, dk, dv]
     stores: dict[tuple[int, int], list[int]] = {}
     for node, position, slot in zip(
@@ -60,7 +68,8 @@ def gated_delta_rule_ref(
         for j, i in enumerate(live):
             part = chains[i][c * CHUNK : (c + 1) * CHUNK]
             rows[j, : len(part)] = part
-        o, after = _chunk(*(_rows(t, rows) for t in (q, k, v, g, beta)), state[live])
+        q_c, k_c, v_c, g_c, beta_c = (_rows(t, rows) for t in (q, k, v, g, beta))
+        o, after = _chunk(q_c, k_c, v_c, g_c, beta_c, state[live])
         state[live] = after
         for j, i in enumerate(live):
             skip = first[low + i] % CHUNK if c == 0 else 0

@@ -1,4 +1,6 @@
-"""Row-wise pieces of a decoder layer: references in torch. Float32 inside, one rounding at the end."""
+"""Row-wise pieces of a decoder layer: references in torch. Float32 inside, one rounding at the
+end.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +19,12 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor
     return (y * (offset + weight.float())).to(x.dtype)
 
 
-def gated_rms_norm_ref(x: Tensor, gate: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """rms_norm(x) * weight * silu(gate): norm, then weight, then gate; x, gate [..., d], weight [d]."""
+def gated_rms_norm_ref(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """rms_norm(x) * weight * silu(gate): norm, then weight, then gate; x, gate [..., d], weight
+    [d].
+    """
     y = x.float()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
     return (y * weight.float() * F.silu(gate.float())).to(dtype)
@@ -37,8 +43,11 @@ def l2_norm_ref(x: Tensor) -> Tensor:
 
 
 def rope_ref(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-split rotation of the first rd channels: x [T, heads, hd], cos and sin [T, rd / 2] float32."""
+    """Half-split rotation of the first rd channels: x [T, heads, hd], cos and sin [T, rd / 2]
+    float32.
+    """
     half = cos.shape[-1]
-    a, b, rest = x.float().split([half, half, x.shape[-1] - 2 * half], -1)
+    y = x.float()
+    a, b, rest = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]
     c, s = cos[:, None], sin[:, None]
     return torch.cat([a * c - b * s, b * c + a * s, rest], -1).to(x.dtype)

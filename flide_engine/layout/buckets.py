@@ -1,4 +1,6 @@
-"""Lengths of rounds: the captured length a stream is padded to, and the cuts of work that is too long."""
+"""Lengths of rounds: the captured length a stream is padded to, and the cuts of work that is too
+long.
+"""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -12,7 +14,9 @@ def smallest_bucket(tokens: int, buckets: Sequence[int]) -> int:
     """The smallest of the ascending `buckets` that holds `tokens`; ValueError if none does."""
     at = bisect_left(buckets, tokens)
     if at == len(buckets):
-        raise ValueError(f"{tokens} tokens exceed the largest bucket {buckets[-1] if buckets else 0}")
+        raise ValueError(
+            f"{tokens} tokens exceed the largest bucket {buckets[-1] if buckets else 0}"
+        )
     return buckets[at]
 
 
@@ -23,7 +27,8 @@ class Replay:
     prompts: which prompts of the request it works on.
     start: position it resumes at, a multiple of the grain; 0 starts afresh.
     resumes: the earlier piece whose checkpoint it resumes from, or -1.
-    stop: where its checkpoint is taken, a multiple of the grain, with nothing read; None: it runs every
+    stop: where its checkpoint is taken, a multiple of the grain, with nothing read; None: it runs
+    every
         prompt to its end and reads it.
     tokens: rows it takes in a stream.
     """
@@ -38,8 +43,9 @@ class Replay:
 def cut_replays(prompts: Sequence[Tokens], limit: int) -> list[Replay]:
     """Pieces of at most `limit` tokens (at least two grains), in an order in which each can be run.
 
-    A request that fits is one piece. Of a longer one the common prefix is cut at grains and carried from
-    piece to piece by a checkpoint; questions that then still do not fit together are divided, in order.
+    A request that fits is one piece. Of a longer one the common prefix is cut at grains and
+    carried from piece to piece by a checkpoint; questions that then still do not fit together are
+    divided, in order.
     """
     if limit < 2 * GRAIN:
         raise ValueError(f"a limit of {limit} tokens is under two grains ({2 * GRAIN})")

@@ -1,7 +1,7 @@
 """`RoundPlan`: everything a forward pass needs to know about one round, as int32 arrays.
 
-The reference kernels and the GPU kernels take the same plan. Launch shapes follow from lengths only; the
-tree lives in these arrays.
+The reference kernels and the GPU kernels take the same plan. Launch shapes follow from lengths
+only; the tree lives in these arrays.
 """
 
 from dataclasses import dataclass
@@ -12,40 +12,45 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int32]
 
 CHAIN_COLUMNS = 66
-"""Columns of `chain_rows`: positions F-3 .. F+62, the most that may lie before a node's first token."""
+"""Columns of `chain_rows`: positions F-3 .. F+62, the most that may lie before a node."""
 
 NOWHERE = -1
 """A row before the start of the prompt: zeros."""
 
 
 def conv_slot_row(slot: int, row: int) -> int:
-    """Code of row 0, 1 or 2 (oldest first) of a convolution slot, where a stream row is expected."""
+    """Code of row 0, 1 or 2 (oldest first) of a slot, where a stream row is expected."""
     return -2 - (3 * slot + row)
 
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """One round: the flat stream, its nodes by dependency level, and the lookups of the token mixers.
+    """One round: the flat stream, its nodes by level, and the lookups of the token mixers.
 
-    T rows, the first `num_rows` of which are tokens and the rest padding; N nodes; L levels; W written
-    pages; M stores; R reads. A node is a run of rows: `cu_seqlens[n] .. cu_seqlens[n+1]`. Its first own
-    token has chain position `starts[n]`, and F = starts // 64 * 64 is the grain it starts from.
+    T rows, the first `num_rows` of which are tokens and the rest padding; N nodes; L levels; W
+    written pages; M stores; R reads. A node is a run of rows: `cu_seqlens[n] .. cu_seqlens[n+1]`.
+    Its first own token has chain position `starts[n]`, and F = starts // 64 * 64 is the grain it
+    starts from.
 
     tokens [T]: token ids; padding rows hold 0.
     positions [T]: rotary positions.
     cu_seqlens [N+1], starts [N]: see above.
     parents [N]: node index of the parent, or -1.
-    level_ends [L]: nodes of level l are level_ends[l-1] .. level_ends[l]; a node reads only recurrent
-        states stored at lower levels or before the round.
+    level_ends [L]: nodes of level l are level_ends[l-1] .. level_ends[l]. A node reads only
+        recurrent states stored at lower levels or before the round.
     initial_slots [N]: slot of the state at F, or -1 for zeros.
-    chain_rows [N, 66]: stream row of the chain positions F-3 .. starts-1 in columns 0 .. starts-F+2; a
-        value <= -2 is a row of a convolution slot (`conv_slot_row`), -1 is a row of zeros or no row.
+    chain_rows [N, 66]: stream rows of chain positions F-3 .. starts-1, in columns 0 ..
+        starts-F+2. A value <= -2 is a row of a convolution slot (`conv_slot_row`); -1 is a row of
+        zeros, or no row.
     page_lists [N]: which page list holds the keys and values of positions 0 .. F-1.
-    page_list_ends [K]: page list k is pages[page_list_ends[k-1] : page_list_ends[k]], one page a grain.
-    pages [*]: pool pages of all lists, one after the other.
-    write_pages [W], write_rows [W, 64]: pages written in this round, and the stream rows of their grain.
-    store_nodes [M], store_positions [M], store_slots [M]: the node stores the recurrent state and the
-        convolution rows after position store_positions-1 (a multiple of 64, > starts, <= the node's end).
+    page_list_ends [K]: page list k is pages[page_list_ends[k-1] : page_list_ends[k]], one page a
+        grain.
+    pages [*]: pool pages of all lists, one list after the other.
+    write_pages [W], write_rows [W, 64]: pages written in this round, and the stream rows of their
+        grain.
+    store_nodes [M], store_positions [M], store_slots [M]: the node stores the recurrent state and
+        the convolution rows as they are after store_positions tokens: a multiple of 64, past the
+        node's start, at most its end.
     store_rows [M, 3]: rows of positions store_positions-3 .. -1, coded as in chain_rows.
     read_rows [R]: rows whose final hidden vector is read, in the order the reads were asked for.
     """
@@ -83,7 +88,8 @@ class RoundPlan:
 
 @dataclass(frozen=True)
 class Anchor:
-    """A checkpoint that a forest resumes from: `position` tokens, a multiple of 64, are in the pool.
+    """A checkpoint that a forest resumes from: `position` tokens, a multiple of 64, are in the
+    pool.
 
     slot: recurrent and convolution state after `position` tokens. pages: [position / 64] int32.
     """
@@ -95,7 +101,9 @@ class Anchor:
 
 @dataclass(frozen=True)
 class Mark:
-    """A checkpoint to take: the chain that ends in `node`, at `position` (see RoundPlan.store_positions)."""
+    """A checkpoint to take: the chain that ends in `node`, at `position` (see
+    RoundPlan.store_positions).
+    """
 
     node: int
     position: int

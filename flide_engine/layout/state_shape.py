@@ -1,4 +1,6 @@
-"""How much one page and one slot of a model hold; numbers only, so that models and pool can both use it."""
+"""How much one page and one slot of a model hold; numbers only, so that models and pool can both
+use it.
+"""
 
 from dataclasses import dataclass
 
@@ -10,7 +12,9 @@ STATE_ITEMSIZE = 4
 
 @dataclass(frozen=True)
 class StateShape:
-    """The state a model keeps per grain (keys, values) and per position it can resume from (the rest)."""
+    """The state a model keeps per grain (keys, values) and per position it can resume from (the
+    rest).
+    """
 
     attention_layers: int
     kv_heads: int
@@ -27,6 +31,8 @@ class StateShape:
         return 2 * self.attention_layers * GRAIN * self.kv_heads * self.head_dim * itemsize
 
     def slot_bytes(self, itemsize: int) -> int:
-        """Bytes of one slot: recurrent states, and convolution rows of `itemsize` bytes an element."""
+        """Bytes of one slot: recurrent states, and convolution rows of `itemsize` bytes an
+        element.
+        """
         state = self.value_heads * self.key_dim * self.value_dim * STATE_ITEMSIZE
         return self.recurrent_layers * (state + self.conv_rows * self.conv_channels * itemsize)

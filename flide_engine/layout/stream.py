@@ -1,7 +1,7 @@
 """Lays the forests of a round out as one flat stream and derives the lookups of `RoundPlan`.
 
-Two steps, so that this stays pure: `lay_out` counts in pages and slots of the round's own (0, 1, ...);
-`Layout.bind` puts the pool's numbers in their place.
+Two steps, so that this stays pure: `lay_out` counts in pages and slots of the round's own (0, 1,
+...); `Layout.bind` puts the pool's numbers in their place.
 """
 
 from collections.abc import Sequence
@@ -43,8 +43,8 @@ class Layout:
     """A plan whose new pages and slots still have the round's own numbers.
 
     num_pages, num_slots: how many the round needs. plan: pages and slots of anchors have the pool's
-    numbers, new ones are coded -1 - number. marks: for each job, for each mark, the (slot, pages) it will
-    have, coded alike.
+    numbers, new ones are coded -1 - number. marks: for each job, for each mark, the (slot, pages)
+    it will have, coded alike.
     """
 
     plan: RoundPlan
@@ -53,7 +53,9 @@ class Layout:
     marks: tuple[tuple[tuple[int, Ints], ...], ...]
 
     def bind(self, pages: Ints, slots: Ints) -> tuple[RoundPlan, tuple[tuple[Anchor, ...], ...]]:
-        """The plan with the pool's `pages` [num_pages] and `slots` [num_slots], and each job's checkpoints."""
+        """The plan with the pool's `pages` [num_pages] and `slots` [num_slots], and each job's
+        checkpoints.
+        """
 
         def put(coded: Ints, ids: Ints) -> Ints:
             bound = coded.copy()
@@ -75,7 +77,11 @@ class Layout:
         positions = iter(self._mark_positions)
         anchors = tuple(
             tuple(
-                Anchor(next(positions), int(put(np.array([slot], np.int32), slots)[0]), put(listed, pages))
+                Anchor(
+                    next(positions),
+                    int(put(np.array([slot], np.int32), slots)[0]),
+                    put(listed, pages),
+                )
                 for slot, listed in marks
             )
             for marks in self.marks
@@ -105,7 +111,9 @@ class _Chains:
         return node
 
     def locate(self, node: int, first: int, stop: int, anchor: Anchor | None) -> Ints:
-        """Stream rows, convolution slot rows or NOWHERE of chain positions first .. stop-1, as int32."""
+        """Stream rows, convolution slot rows or NOWHERE of chain positions first .. stop-1, as
+        int32.
+        """
         out = np.full(stop - first, NOWHERE, np.int32)
         missing = np.ones(stop - first, bool)
         while node >= 0 and missing.any():
@@ -125,7 +133,9 @@ class _Chains:
         return out
 
     def slot_at(self, node: int, position: int) -> int:
-        """Code of the slot of the state after `position` tokens, seen from `node` (which may store it)."""
+        """Code of the slot of the state after `position` tokens, seen from `node` (which may store
+        it).
+        """
         anchor = self.anchors[node]
         if position == (anchor.position if anchor else 0):
             return anchor.slot if anchor else _NO_SLOT
@@ -137,7 +147,10 @@ class _Chains:
         anchor = self.anchors[node]
         done = anchor.position // GRAIN if anchor else 0
         new = [
-            -1 - self.page_ids.setdefault((self.owner(node, GRAIN * g + GRAIN - 1), g), len(self.page_ids))
+            -1
+            - self.page_ids.setdefault(
+                (self.owner(node, GRAIN * g + GRAIN - 1), g), len(self.page_ids)
+            )
             for g in range(done, position // GRAIN)
         ]
         held = anchor.pages if anchor else np.zeros(0, np.int32)
@@ -145,7 +158,9 @@ class _Chains:
 
 
 def _at_grains(forest: Forest) -> list[Node]:
-    """The forest's nodes, each starting at the grain before it and carrying its ancestors' tokens since."""
+    """The forest's nodes, each starting at the grain before it and carrying its ancestors' tokens
+    since.
+    """
     moved: list[Node] = []
     for i, node in enumerate(forest.nodes):
         first = node.start // GRAIN * GRAIN
@@ -159,7 +174,8 @@ def _at_grains(forest: Forest) -> list[Node]:
 
 
 def _levels(nodes: list[Node], bases: list[int]) -> list[int]:
-    """Dependency level of each node: how many state stores lie between it and what the round started from.
+    """Dependency level of each node: how many state stores lie between it and what the round
+    started from.
 
     bases: position of each node's checkpoint, 0 where there is none.
     """
@@ -177,8 +193,8 @@ def _levels(nodes: list[Node], bases: list[int]) -> list[int]:
 def lay_out(jobs: Sequence[Job], fork: Fork = "token", bucket: int | None = None) -> Layout:
     """The stream of `jobs`, nodes ordered by dependency level, padded to `bucket` rows.
 
-    fork: "token" starts a branch at its first own token and takes what lies between the grain and it
-    through `chain_rows`; "grain" starts it at the grain and repeats those tokens. Same answers.
+    fork: "token" starts a branch at its first own token and takes what lies between the grain and
+    it through `chain_rows`; "grain" starts it at the grain and repeats those tokens. Same answers.
 
     Raises ValueError if a mark lies outside its node or off the grain, or the bucket is too small.
     """
@@ -227,7 +243,9 @@ def lay_out(jobs: Sequence[Job], fork: Fork = "token", bucket: int | None = None
 def _mark(chains: _Chains, node: int, position: int) -> tuple[int, Ints]:
     at = chains.nodes[node]
     if position % GRAIN or not at.start < position <= at.end:
-        raise ValueError(f"no checkpoint at {position} in a node of positions {at.start} to {at.end}")
+        raise ValueError(
+            f"no checkpoint at {position} in a node of positions {at.start} to {at.end}"
+        )
     return chains.slot_at(node, position), chains.pages_to(node, position)
 
 
@@ -243,7 +261,9 @@ def _node_lookups(chains: _Chains) -> dict[str, Ints]:
         fork = node.start // GRAIN * GRAIN
         anchor = chains.anchors[i]
         initial[i] = chains.slot_at(i, fork)
-        chain_rows[i, : node.start - fork + 3] = chains.locate(node.parent, fork - 3, node.start, anchor)
+        chain_rows[i, : node.start - fork + 3] = chains.locate(
+            node.parent, fork - 3, node.start, anchor
+        )
         key = (node.parent, fork, id(anchor))
         if key not in lists:
             lists[key] = len(pages)
@@ -262,10 +282,12 @@ def _node_lookups(chains: _Chains) -> dict[str, Ints]:
 def _writes_and_stores(chains: _Chains) -> dict[str, Ints]:
     """The pages and states that the lookups asked for."""
     write_rows = [
-        chains.locate(node, GRAIN * g, GRAIN * (g + 1), chains.anchors[node]) for node, g in chains.page_ids
+        chains.locate(node, GRAIN * g, GRAIN * (g + 1), chains.anchors[node])
+        for node, g in chains.page_ids
     ]
     store_rows = [
-        chains.locate(node, position - 3, position, chains.anchors[node]) for node, position in chains.slot_ids
+        chains.locate(node, position - 3, position, chains.anchors[node])
+        for node, position in chains.slot_ids
     ]
     stores = np.array(list(chains.slot_ids), np.int32).reshape(-1, 2)
     return {

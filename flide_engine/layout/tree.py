@@ -1,4 +1,6 @@
-"""Token forest of a request: prompts that begin alike share nodes, each prompt ends in a leaf of its own."""
+"""Token forest of a request: prompts that begin alike share nodes, each prompt ends in a leaf of
+its own.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +15,8 @@ Tokens = NDArray[np.int32]
 class Node:
     """One run of tokens of the forest.
 
-    parent: index of the parent node, or -1 for a root (it continues the resumed checkpoint, if any).
+    parent: index of the parent node, or -1 for a root (it continues the resumed checkpoint, if
+    any).
     start: chain position of the first token, counted from the start of the prompt.
     tokens: [n] int32, n >= 1.
     """
@@ -72,10 +75,10 @@ def group_by_token(prompts: Sequence[Tokens], group: Sequence[int], at: int) -> 
 def build_forest(prompts: Sequence[Tokens], start: int = 0, min_saved: int = 64) -> Forest:
     """The forest of whole isolated prompts, of which positions before `start` are already computed.
 
-    Prompts with a first token in common share their longest common prefix: the trunk. Below it a group
-    of prompts shares a further node if that saves at least `min_saved` tokens of the stream (a node that
-    saves little may still cost a dependency level). Every prompt keeps at least one token of its own, so
-    equal prompts, and a prompt that begins another, end in different leaves.
+    Prompts with a first token in common share their longest common prefix: the trunk. Below it a
+    group of prompts shares a further node if that saves at least `min_saved` tokens of the stream
+    (a node that saves little may still cost a dependency level). Every prompt keeps at least one
+    token of its own, so equal prompts, and a prompt that begins another, end in different leaves.
 
     Raises ValueError if a prompt has no token after `start`.
     """

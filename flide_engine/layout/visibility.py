@@ -1,7 +1,7 @@
 """The oracle: which rows of a stream a row may attend to, said directly from the forests.
 
-Written without the plan's lookups, so that a test can hold one against the other. Row x sees row y if both
-belong to one chain, t_y <= t_x and, in a sliding layer, t_x - t_y < window.
+Written without the plan's lookups, so that a test can hold one against the other. Row x sees row y
+if both belong to one chain, t_y <= t_x and, in a sliding layer, t_x - t_y < window.
 """
 
 from collections.abc import Sequence
@@ -29,6 +29,8 @@ def visible(forests: Sequence[Forest], window: int | None = None) -> NDArray[np.
         for n in range(len(forest.nodes))
     }
     t = np.array(time, np.int64)
-    same = np.array([[y in on_chain[x] for y in owner] for x in owner], bool).reshape(len(t), len(t))
+    same = np.array([[y in on_chain[x] for y in owner] for x in owner], bool).reshape(
+        len(t), len(t)
+    )
     age = t[:, None] - t[None, :]
     return same & (age >= 0) & (age < (window or np.iinfo(np.int64).max))

@@ -14,13 +14,24 @@ class StateTensors(Protocol):
     """The pool's memory as a model sees it; shapes as in `cache.pool.PoolTensors`."""
 
     @property
-    def keys(self) -> Tensor: ...
+    def keys(self) -> Tensor:
+        """[attention_layers, P, 64, kv_heads, head_dim]."""
+        ...
+
     @property
-    def values(self) -> Tensor: ...
+    def values(self) -> Tensor:
+        """As `keys`."""
+        ...
+
     @property
-    def recurrent_state(self) -> Tensor: ...
+    def recurrent_state(self) -> Tensor:
+        """[recurrent_layers, S, value_heads, key_dim, value_dim] float32."""
+        ...
+
     @property
-    def conv_state(self) -> Tensor: ...
+    def conv_state(self) -> Tensor:
+        """[recurrent_layers, S, conv_rows, conv_channels]."""
+        ...
 
 
 @dataclass(frozen=True)

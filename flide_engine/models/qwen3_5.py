@@ -1,4 +1,6 @@
-"""Qwen3.5 text decoder: gated delta net layers with full attention every few layers (models.md section 1)."""
+"""Qwen3.5 text decoder: gated delta net layers with full attention every few layers (models.md
+section 1).
+"""
 
 import re
 from dataclasses import dataclass, field
@@ -58,7 +60,9 @@ class Qwen35Config:
             known["tie_word_embeddings"] = tied
         interval = text.get("full_attention_interval", 4)
         layers = int(text.get("num_hidden_layers", 0))
-        kinds = text.get("layer_types") or [FULL if i % interval == interval - 1 else LINEAR for i in range(layers)]
+        kinds = text.get("layer_types") or [
+            FULL if i % interval == interval - 1 else LINEAR for i in range(layers)
+        ]
         try:
             made = cls(**{**known, "layer_types": tuple(kinds)})
         except TypeError as error:
@@ -71,14 +75,18 @@ class Qwen35Config:
             "rope_type": rope_type if rope_type != "default" else None,
             "hidden_act": self.hidden_act if self.hidden_act != "silu" else None,
             "attention_bias": self.attention_bias or None,
-            "linear_conv_kernel_dim": self.linear_conv_kernel_dim if self.linear_conv_kernel_dim != 4 else None,
+            "linear_conv_kernel_dim": self.linear_conv_kernel_dim
+            if self.linear_conv_kernel_dim != 4
+            else None,
             "layer_types": set(self.layer_types) - {LINEAR, FULL} or None,
         }
         found = {name: value for name, value in wrong.items() if value is not None}
         if found:
             raise ConfigError(f"unsupported in config.json: {found}")
         if len(self.layer_types) != self.num_hidden_layers:
-            raise ConfigError(f"{len(self.layer_types)} layer_types for {self.num_hidden_layers} layers")
+            raise ConfigError(
+                f"{len(self.layer_types)} layer_types for {self.num_hidden_layers} layers"
+            )
 
     @property
     def conv_channels(self) -> int:
@@ -110,7 +118,11 @@ class Qwen35Config:
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the checkpoint by its text-only name without `model.`, with its shape."""
         h, i, hd = self.hidden_size, self.intermediate_size, self.head_dim
-        nh, nkv, hv = self.num_attention_heads, self.num_key_value_heads, self.linear_num_value_heads
+        nh, nkv, hv = (
+            self.num_attention_heads,
+            self.num_key_value_heads,
+            self.linear_num_value_heads,
+        )
         value = hv * self.linear_value_head_dim
         mixers: dict[str, dict[str, tuple[int, ...]]] = {
             LINEAR: {
@@ -140,16 +152,23 @@ class Qwen35Config:
             "mlp.up_proj.weight": (i, h),
             "mlp.down_proj.weight": (h, i),
         }
-        shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (self.vocab_size, h), "norm.weight": (h,)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "embed_tokens.weight": (self.vocab_size, h),
+            "norm.weight": (h,),
+        }
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, h)
         for n, kind in enumerate(self.layer_types):
-            shapes |= {f"layers.{n}.{name}": shape for name, shape in (layer | mixers[kind]).items()}
+            shapes |= {
+                f"layers.{n}.{name}": shape for name, shape in (layer | mixers[kind]).items()
+            }
         return shapes
 
 
 def rename(tied: bool, name: str) -> str | None:
-    """A checkpoint's tensor name -> ours; None for vision, multi-token prediction and a tied head."""
+    """A checkpoint's tensor name -> ours; None for vision, multi-token prediction and a tied
+    head.
+    """
     if name.startswith(("model.visual.", "visual.", "mtp.")) or (tied and name == "lm_head.weight"):
         return None
     return re.sub(r"^model\.(language_model\.)?", "", name)
@@ -179,7 +198,9 @@ class Qwen35:
         self.max_positions = config.max_position_embeddings
         self.state_shape = config.state_shape()
         self.embedding = weights["embed_tokens.weight"]
-        self.output_head = self.embedding if config.tie_word_embeddings else weights["lm_head.weight"]
+        self.output_head = (
+            self.embedding if config.tie_word_embeddings else weights["lm_head.weight"]
+        )
         self.final_norm = weights["norm.weight"]
         seen = {LINEAR: 0, FULL: 0}
         self.layers = []
@@ -193,7 +214,12 @@ class Qwen35:
 
     @classmethod
     def load(
-        cls, folder: Path, config: dict[str, Any], dtype: torch.dtype, device: torch.device, kernels: Kernels
+        cls,
+        folder: Path,
+        config: dict[str, Any],
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
     ) -> Self:
         """From a checkpoint folder. Raises ConfigError or WeightsError."""
         made = Qwen35Config.of(config)
@@ -236,7 +262,9 @@ class Qwen35:
         stream: StreamTensors,
         state: StateTensors,
     ) -> Tensor:
-        """Gated full attention of the given rows (all: None), before the output product: [R, nh * hd]."""
+        """Gated full attention of the given rows (all: None), before the output product: [R, nh *
+        hd].
+        """
         c, ops = self.config, self.ops
         hd, nkv, eps = c.head_dim, c.num_key_value_heads, c.rms_norm_eps
         cos, sin = rotation
@@ -246,12 +274,17 @@ class Qwen35:
             rows = torch.arange(len(h), dtype=torch.int32, device=h.device)
         else:
             h, cos, sin = h[rows], cos[rows], sin[rows]
-        query, gate = ops.linear(h, layer.extra["q_gate"]).view(len(h), c.num_attention_heads, 2, hd).unbind(2)
+        query, gate = (
+            ops.linear(h, layer.extra["q_gate"])
+            .view(len(h), c.num_attention_heads, 2, hd)
+            .unbind(2)
+        )
         query = ops.rope(ops.rms_norm(query, layer.extra["q_norm"], eps, 1.0), cos, sin)
         keys, values = state.keys[layer.index], state.values[layer.index]
         ops.write_pages(k, v, keys, values, stream.write_pages, stream.write_rows)
-        order = rows.argsort()  # read rows come in the order of the reads, the kernel wants them ascending
-        mixed = torch.empty_like(query)
+        # read rows come in the order of the reads, the kernel wants them ascending
+        order = rows.argsort()
+        mixed: Tensor = torch.empty_like(query)
         mixed[order] = ops.fork_attention(
             query[order],
             k,
@@ -268,9 +301,12 @@ class Qwen35:
             stream.page_list_ends,
             stream.pages,
         )
-        return (mixed.float() * gate.float().sigmoid()).to(h.dtype).flatten(1)
+        gated: Tensor = mixed.float() * gate.float().sigmoid()
+        return gated.to(h.dtype).flatten(1)
 
-    def _delta_net(self, layer: _Layer, h: Tensor, stream: StreamTensors, state: StateTensors) -> Tensor:
+    def _delta_net(
+        self, layer: _Layer, h: Tensor, stream: StreamTensors, state: StateTensors
+    ) -> Tensor:
         """Gated delta net of all rows, before the output product: [T, Hv * dv]."""
         c, ops, w = self.config, self.ops, layer.extra
         hk, hv, dk, dv = (
@@ -294,7 +330,9 @@ class Qwen35:
         q = ops.l2_norm(q.view(-1, hk, dk)).repeat_interleave(hv // hk, 1) * dk**-0.5
         k = ops.l2_norm(k.view(-1, hk, dk)).repeat_interleave(hv // hk, 1)
         v = v.reshape(-1, hv, dv).float()
-        g = -w["A_log"].float().exp() * torch.nn.functional.softplus(a.float() + w["dt_bias"].float())
+        g = -w["A_log"].float().exp() * torch.nn.functional.softplus(
+            a.float() + w["dt_bias"].float()
+        )
         out = torch.zeros_like(v)
         low = 0
         for high in stream.level_ends:
@@ -316,7 +354,9 @@ class Qwen35:
                 stream.store_slots,
             )
             low = high
-        normed: Tensor = ops.gated_rms_norm(out, z.view(-1, hv, dv), w["norm"], c.rms_norm_eps, h.dtype)
+        normed: Tensor = ops.gated_rms_norm(
+            out, z.view(-1, hv, dv), w["norm"], c.rms_norm_eps, h.dtype
+        )
         return normed.flatten(1)
 
 

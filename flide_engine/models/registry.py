@@ -28,7 +28,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def load_model(folder: Path, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> DecisionModel:
+def load_model(
+    folder: Path, dtype: torch.dtype, device: torch.device, kernels: Kernels
+) -> DecisionModel:
     """The model in `folder`. Raises ConfigError for an architecture that is not in the registry."""
     config = read_config(folder)
     names = config.get("architectures") or []
@@ -36,5 +38,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device, kernels: 
     if target is None:
         raise ConfigError(f"architectures {names} in {folder}; supported: {', '.join(REGISTRY)}")
     module, _, cls = target.partition(":")
-    model: DecisionModel = getattr(import_module(module), cls).load(folder, config, dtype, device, kernels)
+    model: DecisionModel = getattr(import_module(module), cls).load(
+        folder, config, dtype, device, kernels
+    )
     return model

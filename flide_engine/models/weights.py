@@ -19,8 +19,8 @@ SINGLE = "model.safetensors"
 def weight_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> file, of a folder with one `model.safetensors` or a sharded index.
 
-    Raises WeightsError if there is neither, if a shard is missing, or if the index names a tensor that
-    its shard does not hold.
+    Raises WeightsError if there is neither, if a shard is missing, or if the index names a tensor
+    that its shard does not hold.
     """
     if (folder / INDEX).is_file():
         index = json.loads((folder / INDEX).read_text())["weight_map"]
@@ -29,13 +29,15 @@ def weight_files(folder: Path) -> dict[str, Path]:
         if missing:
             raise WeightsError(str(folder), tuple(f"missing shard {name}" for name in missing))
         held = {name: path for path in set(files.values()) for name in _names(path)}
-        absent = [f"{n} is in the index but not in {p.name}" for n, p in files.items() if n not in held]
+        absent = [
+            f"{n} is in the index but not in {p.name}" for n, p in files.items() if n not in held
+        ]
         if absent:
             raise WeightsError(str(folder), tuple(absent))
         return files
     if not (folder / SINGLE).is_file():
         raise WeightsError(str(folder), (f"neither {SINGLE} nor {INDEX} is there",))
-    return {name: folder / SINGLE for name in _names(folder / SINGLE)}
+    return dict.fromkeys(_names(folder / SINGLE), folder / SINGLE)
 
 
 def _names(path: Path) -> list[str]:
@@ -84,7 +86,9 @@ def load_tensors(
 
 
 def weights_hash(folder: Path) -> str:
-    """16 hex digits of blake2b over every file of the folder that decides an answer, by name and content."""
+    """16 hex digits of blake2b over every file of the folder that decides an answer, by name and
+    content.
+    """
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(folder.iterdir()):
         if path.suffix in {".safetensors", ".json", ".jinja"} and path.is_file():

@@ -1,4 +1,6 @@
-"""One model twice: as transformers computes an isolated prompt, and as our runner computes a forest."""
+"""One model twice: as transformers computes an isolated prompt, and as our runner computes a
+forest.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +22,9 @@ from tests.checkpoints import oracle, text_tensors
 Tokens = NDArray[np.int32]
 
 TOLERANCE = 5e-6
-"""Largest difference of a logit, relative to the largest logit: four layers in float32 (models.md section 4)."""
+"""Largest difference of a logit, relative to the largest logit: four layers in float32 (models.md
+section 4).
+"""
 
 
 class Both:
@@ -63,9 +67,13 @@ class Both:
         return result.hidden
 
     def checkpoint(self, prompt: Tokens, position: int, before: Anchor | None = None) -> Anchor:
-        """Runs a prompt's first `position` tokens, from an earlier checkpoint if given, and keeps the state."""
+        """Runs a prompt's first `position` tokens, from an earlier checkpoint if given, and keeps
+        the state.
+        """
         start = before.position if before else 0
-        job = Job(build_forest([prompt[:position]], start), before, (Mark(0, position),), reads=False)
+        job = Job(
+            build_forest([prompt[:position]], start), before, (Mark(0, position),), reads=False
+        )
         return self.runner.run([job]).checkpoints[0][0]
 
     def assert_equal(self, got: Tensor, prompts: Sequence[Tokens]) -> None:
@@ -74,7 +82,9 @@ class Both:
         for i, (row, prompt) in enumerate(zip(got, prompts, strict=True)):
             want = self.isolated(prompt)
             error = float((row - want).abs().max() / want.abs().max())
-            assert error < TOLERANCE, f"prompt {i} of {len(prompt)} tokens: relative error {error:.1e}"
+            assert error < TOLERANCE, (
+                f"prompt {i} of {len(prompt)} tokens: relative error {error:.1e}"
+            )
 
 
 def prompts_on(trunk: Tokens, both: Both, lengths: Sequence[int]) -> list[Tokens]:

@@ -1,4 +1,6 @@
-"""Whole requests through the engine, against transformers' own template, tokenizer and forward pass."""
+"""Whole requests through the engine, against transformers' own template, tokenizer and forward
+pass.
+"""
 
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,10 +18,18 @@ TOLERANCE = 2e-6
 
 STATES = ["The order arrived broken. " * n for n in (1, 9, 40)]
 QUESTIONS = {
-    "refund": {"type": "noul", "instructions": "Is a refund asked for?", "criteria": {"true": "asked"}},
+    "refund": {
+        "type": "noul",
+        "instructions": "Is a refund asked for?",
+        "criteria": {"true": "asked"},
+    },
     "team": {"type": "choice", "criteria": {"billing": "money", "support": None, "C": {"a": [1]}}},
     "anger": {"type": "score", "instructions": "How angry?", "criteria": ["calm", None, "furious"]},
-    "many": {"type": "choice", "instructions": "Which?", "criteria": {f"o{i}": None for i in range(60)}},
+    "many": {
+        "type": "choice",
+        "instructions": "Which?",
+        "criteria": {f"o{i}": None for i in range(60)},
+    },
 }
 
 
@@ -37,7 +47,9 @@ def whole_prompts(folder: Path, state: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reference(checkpoint: Path) -> dict[tuple[str, int], list[float]]:
-    """Probabilities by (state, question number), each prompt whole, alone and uncached, by transformers."""
+    """Probabilities by (state, question number), each prompt whole, alone and uncached, by
+    transformers.
+    """
     from transformers import AutoTokenizer
 
     model, chat = oracle(tiny_config()), AutoTokenizer.from_pretrained(checkpoint)
@@ -59,7 +71,9 @@ def reference(checkpoint: Path) -> dict[tuple[str, int], list[float]]:
     return found
 
 
-def check(answers: DecisionResponse, state: str, reference: dict[tuple[str, int], list[float]]) -> None:
+def check(
+    answers: DecisionResponse, state: str, reference: dict[tuple[str, int], list[float]]
+) -> None:
     """All answers of a request equal the reference."""
     got: list[Any] = [
         [answers.answers["refund"].noul, 1 - answers.answers["refund"].noul],  # type: ignore[union-attr]
@@ -73,10 +87,15 @@ def check(answers: DecisionResponse, state: str, reference: dict[tuple[str, int]
 @pytest.mark.parametrize("fork", ["token", "grain"])
 @pytest.mark.parametrize("max_round_tokens", [8192, 128])
 def test_requests_equal_transformers(
-    checkpoint: Path, reference: dict[tuple[str, int], list[float]], fork: str, max_round_tokens: int
+    checkpoint: Path,
+    reference: dict[tuple[str, int], list[float]],
+    fork: str,
+    max_round_tokens: int,
 ) -> None:
     """Alone, then all at once; in one round, and cut into pieces of at most 128 tokens."""
-    engine = Engine(EngineConfig(model=str(checkpoint), fork=fork, max_round_tokens=max_round_tokens))
+    engine = Engine(
+        EngineConfig(model=str(checkpoint), fork=fork, max_round_tokens=max_round_tokens)
+    )
     try:
         for state in STATES:
             check(engine.decide({"state": state, "questions": QUESTIONS}), state, reference)
@@ -101,7 +120,10 @@ def test_twenty_times_the_same(checkpoint: Path) -> None:
         assert max(p) > 0.5
         others = [{"state": f"Other {i}. " * i, "questions": QUESTIONS} for i in range(1, 21)]
         futures = [engine.submit(r) for other in others for r in (other, request)][1::2]
-        for answer in [*(engine.decide(request) for _ in range(20)), *(f.result(60) for f in futures)]:
+        for answer in [
+            *(engine.decide(request) for _ in range(20)),
+            *(f.result(60) for f in futures),
+        ]:
             for name, one in answer.answers.items():
                 assert one.model_dump()["type"] == first.answers[name].model_dump()["type"]
                 _close(one.model_dump(), first.answers[name].model_dump())

@@ -1,4 +1,6 @@
-"""Forked equals isolated: trunks and branches of every length around a grain, any depth, any company."""
+"""Forked equals isolated: trunks and branches of every length around a grain, any depth, any
+company.
+"""
 
 from collections.abc import Iterator
 
@@ -41,15 +43,21 @@ def test_branches_equal_their_isolated_prompts(both: Both, trunk: int, company: 
 
 @pytest.mark.parametrize("past", [0, 1, 2, 3, 63])
 def test_branches_end_around_a_grain(both: Both, past: int) -> None:
-    """Trunks that end `past` tokens after a grain; branches that end one before, on and after the next."""
+    """Trunks that end `past` tokens after a grain; branches that end one before, on and after the
+    next.
+    """
     trunk = 128 + past
-    prompts = prompts_on(both.tokens(trunk), both, [n - trunk for n in (191, 192, 193) if n > trunk] + [1])
+    prompts = prompts_on(
+        both.tokens(trunk), both, [n - trunk for n in (191, 192, 193) if n > trunk] + [1]
+    )
     both.assert_equal(both.forked([Job(build_forest(prompts))]), prompts)
 
 
 @pytest.mark.parametrize("middle", [5, 130])
 def test_three_levels(both: Both, middle: int) -> None:
-    """Options below questions below a state: 5 tokens in the middle cross no grain, 130 store a state."""
+    """Options below questions below a state: 5 tokens in the middle cross no grain, 130 store a
+    state.
+    """
     state = both.tokens(70)
     prompts: list[Tokens] = []
     for question in prompts_on(state, both, [middle, middle]):
@@ -75,9 +83,13 @@ def test_roots_without_a_common_token(both: Both) -> None:
 
 
 def test_tail_rows_from_two_ancestors(both: Both) -> None:
-    """A leaf whose grain begins in its grandparent takes its first chunk's rows from both ancestors."""
+    """A leaf whose grain begins in its grandparent takes its first chunk's rows from both
+    ancestors.
+    """
     a, b, c = both.tokens(67), both.tokens(5), both.tokens(4)
-    forest = Forest((Node(-1, 0, a), Node(0, 67, b), Node(1, 72, c), Node(1, 72, c[::-1].copy())), (2, 3))
+    forest = Forest(
+        (Node(-1, 0, a), Node(0, 67, b), Node(1, 72, c), Node(1, 72, c[::-1].copy())), (2, 3)
+    )
     prompts = [np.concatenate([a, b, c]), np.concatenate([a, b, c[::-1]])]
     both.assert_equal(both.forked([Job(forest)]), prompts)
 
@@ -102,7 +114,12 @@ VARIANTS = {
     "last_layer_is_recurrent": {"num_hidden_layers": 5},
     "untied_head": {"tie_word_embeddings": False},
     "one_key_head_for_all": {"num_key_value_heads": 1, "linear_num_key_heads": 1},
-    "odd_sizes": {"hidden_size": 72, "intermediate_size": 100, "num_attention_heads": 3, "num_key_value_heads": 3},
+    "odd_sizes": {
+        "hidden_size": 72,
+        "intermediate_size": 100,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+    },
     "all_attention": {"layer_types": ["full_attention"] * 3, "num_hidden_layers": 3},
 }
 

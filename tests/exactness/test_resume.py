@@ -1,4 +1,6 @@
-"""Resumed equals fresh: from a checkpoint at every grain, in one step and in many, on a dirty pool."""
+"""Resumed equals fresh: from a checkpoint at every grain, in one step and in many, on a dirty
+pool.
+"""
 
 import pytest
 
@@ -19,7 +21,8 @@ def both(request: pytest.FixtureRequest) -> Both:
 def test_resumed_at_every_grain(both: Both, trunk: int) -> None:
     """The state computed up to each grain, then its questions asked from there.
 
-    At trunk 192 and grain 192 nothing of the trunk is left to compute: the branches hang on the checkpoint.
+    At trunk 192 and grain 192 nothing of the trunk is left to compute: the branches hang on the
+    checkpoint.
     """
     prompts = prompts_on(both.tokens(trunk), both, [1, 3, 66])
     for grain in range(64, trunk + 1, 64):

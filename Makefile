@@ -1,0 +1,51 @@
+# Each target sets up what it needs in .venv; the stamps in .venv say what is there already.
+PYTHON ?= python3
+PORT ?= 8000
+ARGS ?=
+DATA ?= ../shared/workloads
+BIN := .venv/bin
+SERVE := .venv/.serve-ready
+DEV := .venv/.dev-ready
+
+.PHONY: serve test test-slow check format eval clean
+
+serve: $(SERVE)  ## serve the embedded model (or ARGS="model=... num_replicas=2") at PORT
+	@$(BIN)/python -m deployments.local port=$(PORT) $(ARGS)
+
+test: $(DEV)  ## every test that needs neither a GPU nor much time
+	$(BIN)/python -m pytest
+
+test-slow: $(DEV)  ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow
+
+check: $(DEV)  ## lint, types, tests
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+format: $(DEV)
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+eval: $(SERVE)  ## accuracy of the embedded model on DATA; FULL=1 for everything
+	$(BIN)/python -m benchmarks.tiny_model --data $(DATA) $(if $(FULL),--full)
+
+clean:
+	rm -rf .venv
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; set PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv .venv
+
+$(SERVE): pyproject.toml | .venv/bin/python
+	@echo "Installing into .venv: torch 2.13, Ray Serve 2.60, transformers and what they need,"
+	@echo "about 1.5 GB on disk with a CPU build of torch. The model comes with the project."
+	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(DEV): pyproject.toml | .venv/bin/python
+	@echo "Installing into .venv: what serving needs (about 1.5 GB) and the test tools."
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@ $(SERVE)

@@ -1,0 +1,66 @@
+"""The app: deployment `Gateway` (HTTP and handle ingress) over deployment `Engine`.
+
+`serve run deployments.app:build model=... num_replicas=...`
+"""
+# No `from __future__ import annotations` here: Serve validates the arguments by build's real
+# annotation.
+
+import os
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+
+from deployments.config import AppArgs
+from deployments.replica import EngineReplica
+from router.ingress import Gateway
+
+ENGINE, GATEWAY = "Engine", "Gateway"
+
+
+def build(args: AppArgs) -> Application:
+    """The Serve application of these arguments."""
+    gpus = args.gpus_per_replica
+    if gpus is None:
+        gpus = 1.0 if ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1 else 0.0
+    engine: Any = serve.deployment(
+        name=ENGINE,
+        max_ongoing_requests=8 * args.agents_per_replica,
+        health_check_period_s=2,
+        graceful_shutdown_timeout_s=60,
+        ray_actor_options={
+            "num_gpus": gpus,
+            "num_cpus": args.cpus_per_replica,
+            # threads of the CPU kernels that spin while they wait starve everything else on the
+            # node
+            "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}},
+        },
+        **_replicas(args),
+    )(EngineReplica)
+    gateway: Any = serve.deployment(
+        name=GATEWAY,
+        num_replicas=args.gateway_replicas,
+        max_ongoing_requests=1000,
+        ray_actor_options={"num_cpus": 0.1},
+    )(Gateway)
+    threads = (
+        None
+        if gpus or args.num_replicas == "auto"
+        else max(1, (os.cpu_count() or 1) // args.num_replicas)
+    )
+    bound = engine.bind(args.engine.model_dump(), threads)
+    app: Application = gateway.bind(bound, args.key_hashes, args.max_body_bytes)
+    return app
+
+
+def _replicas(args: AppArgs) -> dict[str, Any]:
+    if args.num_replicas != "auto":
+        return {"num_replicas": args.num_replicas}
+    return {
+        "autoscaling_config": {
+            "min_replicas": 1,
+            "max_replicas": args.max_replicas,
+            "target_ongoing_requests": args.agents_per_replica,
+        }
+    }

@@ -1,0 +1,78 @@
+"""What a user may set on one app: `serve run deployments.app:build name=value ...`."""
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from flide_engine.config import EngineConfig
+
+
+class AppArgs(BaseModel):
+    """Arguments of one app. The engine's options stand beside them by their own names, e.g.
+    `model=`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    engine: EngineConfig = Field(EngineConfig(), description="Options of each replica's engine.")
+    num_replicas: int | Literal["auto"] = Field(
+        1, description="Engine replicas; auto scales with load."
+    )
+    max_replicas: int = Field(
+        8, gt=0, description="Most engine replicas when num_replicas is auto."
+    )
+    agents_per_replica: int = Field(
+        32, gt=0, description="Requests in flight that one engine replica is meant for."
+    )
+    gpus_per_replica: float | None = Field(
+        None,
+        ge=0,
+        description="GPUs of one engine replica; none: 1 if the cluster has a GPU, else 0.",
+    )
+    cpus_per_replica: float = Field(
+        1.0, ge=0, description="CPUs that Ray sets aside for a replica."
+    )
+    gateway_replicas: int = Field(
+        1, gt=0, description="Gateway replicas; fixed, one for 400 requests/s."
+    )
+    max_body_bytes: int = Field(
+        3 << 20,
+        gt=0,
+        le=(4 << 20) - (64 << 10),
+        description="Largest request body, also when decoded; Serve's own messages end at 4 MiB.",
+    )
+    api_key_sha256: str = Field(
+        "",
+        description="SHA-256 hashes of API keys, in hex, comma separated; empty: no key needed.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_engine_options(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        flat = {k: v for k, v in data.items() if k in EngineConfig.model_fields}
+        rest = {k: v for k, v in data.items() if k not in flat}
+        if not flat:
+            return data
+        nested = rest.get("engine", {})
+        given = (
+            nested.model_dump(exclude_unset=True) if isinstance(nested, EngineConfig) else nested
+        )
+        return {**rest, "engine": {**given, **flat}}
+
+    @model_validator(mode="after")
+    def _values_make_sense(self) -> Self:
+        if isinstance(self.num_replicas, int) and self.num_replicas < 1:
+            raise ValueError(f"num_replicas {self.num_replicas}; at least 1, or auto")
+        for digest in self.key_hashes:
+            if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+                raise ValueError(
+                    "api_key_sha256 takes SHA-256 hashes of keys in lower-case hex, not keys"
+                )
+        return self
+
+    @property
+    def key_hashes(self) -> tuple[str, ...]:
+        """The configured key hashes."""
+        return tuple(h.strip() for h in self.api_key_sha256.split(",") if h.strip())

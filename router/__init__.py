@@ -1,0 +1,1 @@
+"""From an HTTP request to a chosen replica. Never loads torch."""

@@ -1,0 +1,155 @@
+"""The HTTP surface as a raw ASGI app; what it calls is handed in, so it needs neither Ray nor an
+engine.
+
+POST /v1/systemone   a decision request, answered
+GET  /v1/models      what is served
+GET  /health         200 once a decision can be answered, else 503
+GET  /version        versions of this server and of the model
+"""
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import orjson
+
+from flide_engine.api import DecisionRequest, DecisionResponse
+from flide_engine.errors import FlideError, UnsupportedEncoding
+from router.auth import check_key
+from router.body import ClientLeft, Receive, decode_body, parse_body, read_body
+from router.http_errors import STATUS, error_body, error_headers
+
+log = logging.getLogger("ray.serve")
+
+Scope = dict[str, Any]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+REQUEST_ID = b"x-typesafe-request-id"
+_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class Decider(Protocol):
+    """What stands behind the HTTP surface."""
+
+    async def decide(self, request: DecisionRequest) -> DecisionResponse:
+        """Answers, or raises a FlideError."""
+        ...
+
+    async def models(self) -> list[dict[str, str]]:
+        """name, description and release_date of each served model. Raises NotReady."""
+        ...
+
+    async def version(self) -> dict[str, str]:
+        """Versions of this server and of what it serves. Raises NotReady."""
+        ...
+
+
+class HttpApp:
+    """ASGI callable over a `Decider`."""
+
+    def __init__(self, decider: Decider, key_hashes: tuple[str, ...], max_body_bytes: int) -> None:
+        self._decider, self._keys, self._limit = decider, key_hashes, max_body_bytes
+        self._routes: dict[
+            str, tuple[str, Callable[[Scope, Receive], Awaitable[tuple[int, Any]]]]
+        ] = {
+            "/v1/systemone": ("POST", self._decide),
+            "/v1/models": ("GET", self._models),
+            "/health": ("GET", self._health),
+            "/version": ("GET", self._version),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one connection event of the server."""
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+        elif scope["type"] == "http":
+            await self._http(scope, receive, send)
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        given = headers.get(REQUEST_ID) or headers.get(b"x-request-id") or b""
+        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        extra: Headers
+        try:
+            status, body, extra = await self._route(scope, receive)
+        except ClientLeft:
+            return
+        except FlideError as error:
+            status, body, extra = STATUS[type(error)], error_body(error), error_headers(error)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            log.exception("request %s failed", request_id.decode())
+            status = 500
+            body = {
+                "detail": {
+                    "error_type": "internal_error",
+                    "message": "an internal error; see the log",
+                }
+            }
+        content = orjson.dumps(body)
+        start = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
+        await send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [*start, (REQUEST_ID, request_id), *extra],
+            }
+        )
+        await send({"type": "http.response.body", "body": content})
+
+    async def _route(self, scope: Scope, receive: Receive) -> tuple[int, Any, Headers]:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path not in self._routes:
+            return 404, _detail("not_found", f"no such path: {path[:200]}"), []
+        method, handler = self._routes[path]
+        if scope["method"] != method:
+            allow = [(b"allow", method.encode())]
+            return 405, _detail("method_not_allowed", f"{path} takes {method}"), allow
+        return *await handler(scope, receive), []
+
+    async def _decide(self, scope: Scope, receive: Receive) -> tuple[int, Any]:
+        headers = dict(scope["headers"])
+        check_key(headers.get(b"authorization", b"").decode("latin-1"), self._keys)
+        kind = (
+            headers.get(b"content-type", b"application/json")
+            .decode("latin-1")
+            .partition(";")[0]
+            .strip()
+        )
+        if kind.lower() == "multipart/form-data":
+            raise UnsupportedEncoding(kind, "application/json; no model here takes images")
+        length = headers.get(b"content-length", b"")
+        body = await read_body(receive, int(length) if length.isdigit() else None, self._limit)
+        encodings = [v for k, v in scope["headers"] if k == b"content-encoding"]
+        body = decode_body(body, b",".join(encodings).decode("latin-1"), self._limit)
+        answers = await self._decider.decide(parse_body(body))
+        return 200, answers.model_dump()
+
+    async def _models(self, scope: Scope, receive: Receive) -> tuple[int, Any]:
+        headers = dict(scope["headers"])
+        check_key(headers.get(b"authorization", b"").decode("latin-1"), self._keys)
+        return 200, {"models": await self._decider.models()}
+
+    async def _health(self, scope: Scope, receive: Receive) -> tuple[int, Any]:
+        await self._decider.models()
+        return 200, {"status": "ok"}
+
+    async def _version(self, scope: Scope, receive: Receive) -> tuple[int, Any]:
+        return 200, await self._decider.version()
+
+
+def _detail(error_type: str, message: str) -> dict[str, Any]:
+    return {"detail": {"error_type": error_type, "message": message}}
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

@@ -1,0 +1,127 @@
+"""The Gateway: HTTP and plain handle calls in, engine handle calls out. Holds no model and no
+state.
+"""
+
+import asyncio
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.exceptions import BackPressureError
+from ray.serve.handle import DeploymentHandle
+
+from flide_engine.api import DecisionRequest, DecisionResponse
+from flide_engine.errors import FlideError, NotReady, Overloaded, RequestError
+from router.http_app import HttpApp
+
+READY_WITHIN_S = 2.0
+"""How long a health or model query waits for a replica."""
+
+
+def own_error(error: BaseException) -> BaseException:
+    """The error of ours inside what a handle raises; Serve's refusal becomes Overloaded."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, FlideError):
+        return error.cause
+    if isinstance(error, BackPressureError):
+        return Overloaded(0, "requests", 0, "max_queued_requests", 500)
+    return error
+
+
+async def ask(
+    handle: DeploymentHandle, request: DecisionRequest | dict[str, Any]
+) -> DecisionResponse:
+    """One decision through an engine handle; asks once more if the replica dies under it.
+
+    Decisions change nothing, so asking twice is safe. Raises the error tree; cancels the call when
+    the caller is cancelled.
+    """
+    for last in (False, True):
+        response = handle.decide.remote(request)
+        try:
+            answers: DecisionResponse = await response
+            return answers
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except RayActorError:
+            if last:
+                raise NotReady("two replicas died under this request") from None
+        except Exception as error:
+            raise own_error(error) from None
+    raise AssertionError("unreachable")
+
+
+@serve.ingress()
+class Gateway:
+    """Ingress deployment: an HTTP app and a `decide` method over the handle of one engine
+    deployment.
+    """
+
+    def __init__(
+        self, engine: DeploymentHandle, key_hashes: tuple[str, ...], max_body_bytes: int
+    ) -> None:
+        # gRPC between replicas costs half of an actor call (ray-serve.md section 0, point 4)
+        self._engine = engine.options(_by_reference=False)
+        self._keys, self._max_body_bytes = key_hashes, max_body_bytes
+        self._described: dict[str, str] | None = None
+
+    def __serve_build_asgi_app__(self) -> HttpApp:
+        """Called by Serve once the replica is constructed."""
+        return HttpApp(_Decider(self), self._keys, self._max_body_bytes)
+
+    async def decide(
+        self, request: DecisionRequest | dict[str, Any]
+    ) -> DecisionResponse | dict[str, Any]:
+        """Answers a typed request with a typed response, and a plain dict with a plain dict.
+
+        A caller of the plain form may not have this package, so it gets ValueError for a fault of
+        its own and RuntimeError for the rest; the typed form raises the error tree.
+        """
+        if isinstance(request, DecisionRequest):
+            return await ask(self._engine, request)
+        try:
+            return (await ask(self._engine, request)).model_dump()
+        except RequestError as error:
+            raise ValueError(str(error)) from None
+        except FlideError as error:
+            raise RuntimeError(str(error)) from None
+
+    async def ask(self, request: DecisionRequest) -> DecisionResponse:
+        """As `decide`, typed."""
+        return await ask(self._engine, request)
+
+    async def describe(self) -> dict[str, str]:
+        """What the engine says of itself. Raises NotReady if no replica answers in time."""
+        try:
+            response = self._engine.describe.remote()
+            self._described = await asyncio.wait_for(response, READY_WITHIN_S)
+        except (TimeoutError, RayActorError):
+            response.cancel()
+            raise NotReady("no engine replica is ready") from None
+        except Exception as error:
+            raise own_error(error) from None
+        assert self._described is not None
+        return self._described
+
+
+class _Decider:
+    """The gateway as the HTTP app sees it."""
+
+    def __init__(self, gateway: Any) -> None:
+        self._gateway = gateway
+
+    async def decide(self, request: DecisionRequest) -> DecisionResponse:
+        answers: DecisionResponse = await self._gateway.ask(request)
+        return answers
+
+    async def models(self) -> list[dict[str, str]]:
+        about = await self._gateway.describe()
+        return [{key: about[key] for key in ("name", "description", "release_date")}]
+
+    async def version(self) -> dict[str, str]:
+        about = await self._gateway.describe()
+        versions = {
+            key: about[key] for key in ("version", "name", "weights_hash", "torch", "device")
+        }
+        return {**versions, "ray": ray.__version__}

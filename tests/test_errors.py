@@ -1,0 +1,68 @@
+"""The error tree: every leaf has a status, survives pickle, and names what is wrong."""
+
+import inspect
+import pickle
+
+import pytest
+
+from flide_engine import errors
+from flide_engine.errors import Fault, FlideError
+from router.http_errors import STATUS, error_body, error_headers
+
+EXAMPLES: dict[type[FlideError], FlideError] = {
+    type(e): e
+    for e in (
+        errors.InvalidRequest((Fault(("body", "questions", "q"), "no such type"),)),
+        errors.TooManyTokens("the request", 70000, 65536, "max_request_tokens"),
+        errors.BodyTooLarge(100, "max_body_bytes"),
+        errors.UnsupportedEncoding("br", "zstd"),
+        errors.UnknownModel("gpt", ("jev-latest",)),
+        errors.AuthenticationFailed("no key"),
+        errors.Overloaded(900, "tokens", 800, "max_queued_tokens", 1500),
+        errors.NotReady("starting"),
+        errors.DeadlineExceeded(0.5),
+        errors.NonFiniteOutput("question 'q'"),
+        errors.RoundFailed("ValueError: x"),
+        errors.PoolExhausted("pages", 9, 3, 8),
+        errors.ConfigError("no"),
+        errors.WeightsError("folder", tuple(f"missing {i}" for i in range(10))),
+    )
+}
+
+
+def leaves() -> list[type[FlideError]]:
+    """Classes of the tree without subclasses."""
+    every = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, FlideError)]
+    return [c for c in every if not c.__subclasses__()]
+
+
+def test_every_leaf_has_one_status() -> None:
+    """No more and no fewer: a new error without a status fails here."""
+    assert set(STATUS) == set(leaves()) == set(EXAMPLES)
+
+
+@pytest.mark.parametrize("error", EXAMPLES.values(), ids=lambda e: type(e).__name__)
+def test_errors_survive_pickle_and_say_what_is_wrong(error: FlideError) -> None:
+    """With their attributes and their text; the body on the wire has the contract's shape."""
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is type(error)
+    assert str(back) == str(error) != ""
+    assert vars(back) == vars(error)
+    detail = error_body(error)["detail"]
+    if isinstance(error, errors.InvalidRequest):
+        assert detail == [
+            {"loc": ["body", "questions", "q"], "msg": "no such type", "type": "value_error"}
+        ]
+    else:
+        assert set(detail) == {"error_type", "message"}
+
+
+def test_a_refusal_says_when_to_come_back() -> None:
+    """In milliseconds, and in whole seconds for those who read only that."""
+    headers = dict(error_headers(EXAMPLES[errors.Overloaded]))
+    assert headers == {b"retry-after": b"2", b"retry-after-ms": b"1500"}
+
+
+def test_long_lists_of_problems_are_cut() -> None:
+    """Eight are shown, the rest counted."""
+    assert str(EXAMPLES[errors.WeightsError]).endswith("and 2 more")

@@ -1,0 +1,46 @@
+"""Where a model comes from: nothing, a folder, or a hub name with a revision."""
+
+from pathlib import Path
+
+import pytest
+
+from flide_engine.errors import ConfigError
+from flide_engine.resolve import EMBEDDED, locate
+from tests.checkpoints import save_checkpoint, tiny_config
+
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub cache, as a download would have left it, with one model under a branch and a commit."""
+    snapshot = tmp_path / "hub" / "models--acme--decider" / "snapshots" / REVISION
+    save_checkpoint(snapshot, tiny_config(), {})
+    refs = tmp_path / "hub" / "models--acme--decider" / "refs"
+    refs.mkdir()
+    for name in ("main", "v2"):
+        (refs / name).write_text(REVISION)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return snapshot
+
+
+@pytest.mark.parametrize("name", ["acme/decider", "acme/decider@v2", f"acme/decider@{REVISION}"])
+def test_hub_names_resolve_in_the_cache(hub: Path, name: str) -> None:
+    """The default branch, a named one, and a commit."""
+    folder, called = locate(name)
+    assert folder.resolve() == hub.resolve()
+    assert called == name
+
+
+def test_a_folder_and_nothing(tmp_path: Path) -> None:
+    """A folder goes by its own name; nothing means the embedded model."""
+    assert locate(str(tmp_path)) == (tmp_path, tmp_path.name)
+    assert locate(None)[0] == EMBEDDED
+
+
+@pytest.mark.parametrize("name", ["acme/unknown", "/no/such/folder", "decider"])
+def test_what_is_neither_is_an_error_that_names_it(hub: Path, name: str) -> None:
+    """Not there, and not in the cache."""
+    with pytest.raises(ConfigError, match=name):
+        locate(name)
