@@ -5,6 +5,7 @@ Starts Ray here whatever RAY_ADDRESS or a leftover cluster says, serves until Ct
 process.
 """
 
+import logging
 import os
 import signal
 import socket
@@ -77,13 +78,15 @@ def main() -> None:
 
     print("starting Ray on this machine ...", flush=True)
     cluster = ray.init(address="local", include_dashboard=False, log_to_driver=False)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         serve.start(http_options={"host": HOST, "port": port})
         serve.run(build(args), name="default", route_prefix="/")
         url = f"http://{HOST}:{port}"
         logs = Path(cluster.address_info["session_dir"]) / "logs" / "serve"
         print(
-            f"\nserving at {url}   (logs: {logs})\n\n"
+            f"\nserving at {url}\nlogs: {logs}\n"
+            f"cluster: {cluster.address_info['address']}\n\n"
             f"curl -s {url}/v1/systemone -H 'content-type: application/json' -d '{EXAMPLE}'\n\n"
             "Ctrl-C stops it.",
             flush=True,

@@ -84,13 +84,8 @@ class HttpApp:
             raise
         except Exception:
             log.exception("request %s failed", request_id.decode())
-            status = 500
-            body = {
-                "detail": {
-                    "error_type": "internal_error",
-                    "message": "an internal error; see the log",
-                }
-            }
+            status, extra = 500, []
+            body = _detail("internal_error", "an internal error; see the log")
         content = orjson.dumps(body)
         start = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
         await send(

@@ -123,6 +123,11 @@ def test_keys(stub: Stub) -> None:
     assert len(stub.asked) == 1
 
 
+def asking(question: dict[str, Any]) -> bytes:
+    """A body with one question."""
+    return orjson.dumps({"state": "s", "questions": {"q": question}})
+
+
 FAULTY = {
     "no JSON": b"{",
     "not UTF-8": b'{"state": "\xff"}',
@@ -132,25 +137,18 @@ FAULTY = {
     "null state": b'{"state": null, "questions": {"q": {"type": "noul", "instructions": "?"}}}',
     "no questions": b'{"state": "s"}',
     "empty questions": b'{"state": "s", "questions": {}}',
-    "unknown type": b'{"state": "s", "questions": {"q": {"type": "box"}}}',
-    "empty noul": b'{"state": "s", "questions": {"q": {"type": "noul"}}}',
-    "number as text": b'{"state": "s", "questions": {"q": {"type": "noul", "instructions": 7}}}',
-    "one option": b'{"state": "s", "questions": {"q": {"type": "choice", "criteria": {"a": null}}}}',
-    "score as map": b'{"state": "s", "questions": {"q": {"type": "score", "criteria": {"a": "b"}}}}',
-    "lone surrogate": b'{"state": "\\ud800", "questions": {"q": {"type": "noul", "instructions": "?"}}}',
+    "unknown type": asking({"type": "box"}),
+    "empty noul": asking({"type": "noul"}),
+    "number as text": asking({"type": "noul", "instructions": 7}),
+    "one option": asking({"type": "choice", "criteria": {"a": None}}),
+    "score as map": asking({"type": "score", "criteria": {"a": "b"}}),
+    "lone surrogate": b'{"state": "\\ud800"}',
     "nested 100,000 deep": b'{"state": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "a 5,000-digit integer": b'{"state": ['
     + b"9" * 5000
     + b'], "questions": {"q": {"type": "noul"}}}',
-    "256 options": orjson.dumps(
-        {
-            "state": "s",
-            "questions": {"q": {"type": "choice", "criteria": {str(i): None for i in range(256)}}},
-        }
-    ),
-    "11 levels": orjson.dumps(
-        {"state": "s", "questions": {"q": {"type": "score", "criteria": [None] * 11}}}
-    ),
+    "256 options": asking({"type": "choice", "criteria": {str(i): None for i in range(256)}}),
+    "11 levels": asking({"type": "score", "criteria": [None] * 11}),
     "images": orjson.dumps({**GOOD, "assets": {"<image:0>": {"type": "image"}}}),
 }
 

@@ -1,0 +1,100 @@
+"""Servers as users start them: `python -m deployments.local`, each in a cluster of its own."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.checkpoints import save_checkpoint, tiny_config
+
+ROOT = Path(__file__).parents[2]
+START_WITHIN_S = 120
+POISON = "\N{LATIN SMALL LETTER THORN}"
+"""A letter whose token the poisoned checkpoint cannot embed: its vector is NaN."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server."""
+
+    url: str
+    process: subprocess.Popen[str]
+    log: Path
+    address: str
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(log: Path, *args: str) -> Iterator[Served]:
+    """A server with these arguments, interrupted at the end as Ctrl-C would."""
+    port = free_port()
+    # a wrong address must not matter: the server starts a cluster of its own
+    env = os.environ | {"RAY_ADDRESS": "127.0.0.1:1", "PYTHONUNBUFFERED": "1"}
+    env.pop("OMP_NUM_THREADS", None)
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deployments.local", f"port={port}", *args],
+            cwd=ROOT,
+            env=env,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+    try:
+        for _ in range(10 * START_WITHIN_S):
+            if process.poll() is not None or "serving at" in log.read_text():
+                break
+            time.sleep(0.1)
+        text = log.read_text()
+        assert "serving at" in text, text
+        found = re.search(r"cluster: ([\w.:]+)", text)
+        assert found, text
+        yield Served(f"http://127.0.0.1:{port}", process, log, found[1])
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+        process.wait(60)
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The embedded model, no key: what `make serve` gives."""
+    with serving(tmp_path_factory.mktemp("served") / "log") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def poisoned(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
+    """A checkpoint with a letter that makes everything after it NaN."""
+    from flide_engine.families.tokenizer import TextTokenizer
+
+    tensors = load_file(checkpoint / "model.safetensors")
+    for token in TextTokenizer(checkpoint).encode(POISON):
+        tensors["model.embed_tokens.weight"][int(token)] = torch.nan
+    return save_checkpoint(tmp_path_factory.mktemp("nan") / "poisoned", tiny_config(), tensors)
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[httpx.Client]:
+    """An HTTP client of the served embedded model."""
+    with httpx.Client(base_url=served.url, timeout=60) as made:
+        yield made

@@ -1,0 +1,125 @@
+"""Clients as their users run them: the official SDKs, and Python processes that hold a handle."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deployments.conftest import ROOT, Served
+
+pytestmark = pytest.mark.ray
+
+CLIENTS = Path(__file__).parent / "clients"
+NPM_SDK = "@typesafe-ai/sdk@0.6.0"
+
+
+def run(command: list[str], cwd: Path, **env: str) -> str:
+    """The output of a command that must succeed."""
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+        env=os.environ | env,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def sdk_settings(served: Served) -> dict[str, str]:
+    """How both SDKs are pointed at a server."""
+    return {"TYPESAFE_BASE_URL": served.url, "TYPESAFE_API_KEY": "any"}
+
+
+def test_the_official_python_sdk(served: Served, tmp_path: Path) -> None:
+    """Sync, async, zstd bodies, the model list, request ids, its own error for a 422."""
+    script = str(CLIENTS / "sdk_check.py")
+    got: dict[str, Any] = json.loads(
+        run([sys.executable, script], tmp_path, **sdk_settings(served))
+    )
+    assert got["choice"] == "billing"
+    assert 0 <= got["score"] <= 2
+    assert got["request_id"]
+    assert got["big_tokens"] > 600
+    assert len(got["models"]) == 1
+    assert "2 to 255 options per choice" in got["refused"]
+    assert got["spread"] < 1e-5
+    assert abs(got["noul"]) < 1e-5
+
+
+def test_the_python_sdk_compresses(served: Served, tmp_path: Path) -> None:
+    """The SDK found a zstd codec, so the large request above went out compressed."""
+    code = "from typesafe_sdk._core import compression; print(compression.__doc__ is not None)"
+    run([sys.executable, "-c", code], tmp_path)
+    assert run([sys.executable, "-c", "import backports.zstd"], tmp_path) == ""
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="needs Node.js")
+def test_the_official_javascript_sdk(served: Served, tmp_path: Path) -> None:
+    """Unmodified, from its registry."""
+    run(["npm", "install", "--silent", "--no-audit", "--no-fund", NPM_SDK], tmp_path)
+    shutil.copy(CLIENTS / "sdk_check.mjs", tmp_path)
+    got: dict[str, Any] = json.loads(
+        run(["node", "sdk_check.mjs"], tmp_path, **sdk_settings(served))
+    )
+    assert got["choice"] == "billing"
+    assert 0 < got["noul"] < 1
+    assert 0 <= got["score"] <= 2
+    assert got["tokens"] > 10
+    assert got["models"] == 1
+    assert "Unprocessable" in got["refused"]
+
+
+def snippets(marker: str) -> list[str]:
+    """Python blocks of the README below a comment `<!-- test: marker -->`."""
+    text = (ROOT / "README.md").read_text()
+    return re.findall(rf"<!-- test: {marker} -->\n```python\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_readme_handle_snippets(served: Served) -> None:
+    """Typed calls and the `DecisionClient`, from another process of a cluster's node."""
+    (code,) = snippets("handle")
+    env = {"RAY_ADDRESS": served.address, "RAY_AUTH_MODE": "token", "PYTHONPATH": str(ROOT)}
+    out = run([sys.executable, "-c", code], ROOT, **env).splitlines()
+    assert out[-3:-1] == ["billing", "billing"], out
+    assert 0 < float(out[-1]) < 1
+
+
+def test_the_readme_plain_snippet_without_this_project(served: Served, tmp_path: Path) -> None:
+    """A process that has Ray and nothing of ours gets plain answers, and plain errors."""
+    (code,) = snippets("plain")
+    hide = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"flide_engine", "router", "deployments"}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Hidden())
+"""
+    fault = """
+try:
+    handle.decide.remote({"state": "s", "questions": {}}).result()
+except Exception as error:
+    print(type(error).__mro__[1].__name__, "at least 1 item" in str(error))
+"""
+    env = {"RAY_ADDRESS": served.address, "RAY_AUTH_MODE": "token"}
+    out = run([sys.executable, "-c", hide + code + fault], tmp_path, **env).splitlines()
+    assert "billing" in out[-2], out
+    assert out[-1].endswith("True"), out
+
+
+def test_the_readme_curl(served: Served, tmp_path: Path) -> None:
+    """The line that `make serve` prints, as it is."""
+    line = next(x for x in served.log.read_text().splitlines() if x.startswith("curl "))
+    answers = json.loads(run(["bash", "-c", line], tmp_path))["answers"]
+    assert answers["team"]["choice"] == "billing"
