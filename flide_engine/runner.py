@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from flide_engine.cache.pool import Accounting, Pool
-from flide_engine.layout.plan import Anchor, Ints
+from flide_engine.kernels.stream import StreamTensors
+from flide_engine.layout.plan import Anchor, Ints, RoundPlan
 from flide_engine.layout.stream import Fork, Job, lay_out
-from flide_engine.models.base import DecisionModel, StreamTensors
+from flide_engine.models.base import DecisionModel
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Runner:
             raise
         try:
             plan, checkpoints = layout.bind(pages, slots)
-            hidden = self.model.forward(StreamTensors.of(plan, self.device), self._pool.tensors)
+            hidden = self.model.forward(to_device(plan, self.device), self._pool.tensors)
             self._hold(checkpoints)
         finally:
             self._pool.pages.release(pages)
@@ -72,3 +73,13 @@ class Runner:
 
 def _slot(anchor: Anchor) -> Ints:
     return np.array([anchor.slot], np.int32)
+
+
+def to_device(plan: RoundPlan, device: torch.device) -> StreamTensors:
+    """The plan's arrays as tensors on `device`."""
+    arrays = {
+        name: torch.from_numpy(getattr(plan, name)).to(device)
+        for name in StreamTensors.__dataclass_fields__
+        if name != "level_ends"
+    }
+    return StreamTensors(level_ends=tuple(plan.level_ends.tolist()), **arrays)

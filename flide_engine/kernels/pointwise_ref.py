@@ -19,6 +19,17 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor
     return (y * (offset + weight.float())).to(x.dtype)
 
 
+def add_rms_norm_ref(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(x + delta, its rms norm with 1 + weight): the residual stream and the next product's input.
+
+    x, delta [T, H]; weight [H]. The sum is rounded to x's dtype once, and the norm is of the rounded sum.
+    """
+    total = x if delta is None else x + delta
+    return total, rms_norm_ref(total, weight, eps, 1.0)
+
+
 def gated_rms_norm_ref(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor:

@@ -1,12 +1,10 @@
 """What a model is to the engine: a forward over one stream, and the shape of the state it keeps."""
 
-from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from flide_engine.layout.plan import RoundPlan
+from flide_engine.kernels.stream import StreamTensors
 from flide_engine.layout.state_shape import StateShape
 
 
@@ -32,39 +30,6 @@ class StateTensors(Protocol):
     def conv_state(self) -> Tensor:
         """[recurrent_layers, S, conv_rows, conv_channels]."""
         ...
-
-
-@dataclass(frozen=True)
-class StreamTensors:
-    """A `RoundPlan` on a device: the same names, int32 tensors; `level_ends` stays on the host."""
-
-    tokens: Tensor
-    positions: Tensor
-    cu_seqlens: Tensor
-    starts: Tensor
-    level_ends: tuple[int, ...]
-    initial_slots: Tensor
-    chain_rows: Tensor
-    page_lists: Tensor
-    page_list_ends: Tensor
-    pages: Tensor
-    write_pages: Tensor
-    write_rows: Tensor
-    store_nodes: Tensor
-    store_positions: Tensor
-    store_slots: Tensor
-    store_rows: Tensor
-    read_rows: Tensor
-
-    @classmethod
-    def of(cls, plan: RoundPlan, device: torch.device) -> "StreamTensors":
-        """Copies the plan's arrays to `device`."""
-        arrays = {
-            name: torch.from_numpy(getattr(plan, name)).to(device)
-            for name in cls.__dataclass_fields__
-            if name != "level_ends"
-        }
-        return cls(level_ends=tuple(plan.level_ends.tolist()), **arrays)
 
 
 class DecisionModel(Protocol):

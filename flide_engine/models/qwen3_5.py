@@ -3,7 +3,7 @@ section 1).
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,8 +12,11 @@ from torch import Tensor
 
 from flide_engine.errors import ConfigError
 from flide_engine.kernels import Kernels
+from flide_engine.kernels.attention_ref import AttentionShape
+from flide_engine.kernels.delta_net_ref import DeltaNetShape, DeltaNetWeights
+from flide_engine.kernels.stream import StreamTensors
 from flide_engine.layout.state_shape import StateShape
-from flide_engine.models.base import StateTensors, StreamTensors
+from flide_engine.models.base import StateTensors
 from flide_engine.models.weights import load_tensors
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -91,10 +94,7 @@ class Qwen35Config:
     @property
     def conv_channels(self) -> int:
         """Channels of the convolution: queries, keys and values of all heads."""
-        return (
-            2 * self.linear_num_key_heads * self.linear_key_head_dim
-            + self.linear_num_value_heads * self.linear_value_head_dim
-        )
+        return self.delta_net_shape().conv_channels
 
     @property
     def rotary_dim(self) -> int:
@@ -113,6 +113,22 @@ class Qwen35Config:
             value_dim=self.linear_value_head_dim,
             conv_channels=self.conv_channels,
             conv_rows=self.linear_conv_kernel_dim - 1,
+        )
+
+    def attention_shape(self) -> AttentionShape:
+        """Heads of the full-attention layers."""
+        return AttentionShape(
+            self.num_attention_heads, self.num_key_value_heads, self.head_dim, self.rms_norm_eps
+        )
+
+    def delta_net_shape(self) -> DeltaNetShape:
+        """Heads of the recurrent layers."""
+        return DeltaNetShape(
+            self.linear_num_key_heads,
+            self.linear_num_value_heads,
+            self.linear_key_head_dim,
+            self.linear_value_head_dim,
+            self.rms_norm_eps,
         )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -176,17 +192,23 @@ def rename(tied: bool, name: str) -> str | None:
 
 @dataclass
 class _Layer:
-    """Weights of one layer; products over one input are one matrix."""
+    """Weights of one layer; products over one input are one matrix.
+
+    index: among the layers of its kind, which pages or slots it uses.
+    projected: LINEAR [qkv | z | b | a]; FULL [q and gate by head | k | v].
+    """
 
     kind: str
-    index: int  # among the layers of its kind: which pages or slots it uses
+    index: int
     norm_in: Tensor
     norm_mlp: Tensor
     gate_up: Tensor
     down: Tensor
-    projected: Tensor  # LINEAR: [qkv | z | b | a]; FULL: [k | v]
+    projected: Tensor
     out: Tensor
-    extra: dict[str, Tensor] = field(default_factory=dict)
+    delta_net: DeltaNetWeights | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
 
 
 class Qwen35:
@@ -197,6 +219,7 @@ class Qwen35:
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.max_positions = config.max_position_embeddings
         self.state_shape = config.state_shape()
+        self.attention, self.delta_net = config.attention_shape(), config.delta_net_shape()
         self.embedding = weights["embed_tokens.weight"]
         self.output_head = (
             self.embedding if config.tie_word_embeddings else weights["lm_head.weight"]
@@ -232,26 +255,24 @@ class Qwen35:
     @torch.inference_mode()
     def forward(self, stream: StreamTensors, state: StateTensors) -> Tensor:
         """See DecisionModel.forward."""
-        x = self.embedding[stream.tokens]  # [T, H]
+        ops, eps = self.ops, self.config.rms_norm_eps
+        x, delta = self.embedding[stream.tokens], None  # [T, H]
         angles = stream.positions[:, None].float() * self.inv_freq
         rotation = angles.cos(), angles.sin()  # [T, rotary_dim / 2] float32
         last = len(self.layers) - 1
         for n, layer in enumerate(self.layers):
-            h = self.ops.rms_norm(x, layer.norm_in, self.config.rms_norm_eps, 1.0)
+            x, h = ops.add_rms_norm(x, delta, layer.norm_in, eps)
+            # nobody reads the last layer's other rows: only their keys, values and states are needed
+            rows = stream.read_rows if n == last else None
             if layer.kind == LINEAR:
                 mixed = self._delta_net(layer, h, stream, state)
-                if n == last:
-                    mixed, x = mixed[stream.read_rows], x[stream.read_rows]
+                mixed = mixed if rows is None else mixed[rows]
             else:
-                # nobody reads the last layer's other rows: only their keys and values are needed
-                rows = stream.read_rows if n == last else None
                 mixed = self._attention(layer, h, rotation, rows, stream, state)
-                x = x if rows is None else x[rows]
-            x = x + self.ops.linear(mixed, layer.out)
-            h = self.ops.rms_norm(x, layer.norm_mlp, self.config.rms_norm_eps, 1.0)
-            x = x + self.ops.linear(self.ops.swiglu(self.ops.linear(h, layer.gate_up)), layer.down)
-        hidden: Tensor = self.ops.rms_norm(x, self.final_norm, self.config.rms_norm_eps, 1.0)
-        return hidden
+            x = x if rows is None else x[rows]
+            x, h = ops.add_rms_norm(x, ops.linear(mixed, layer.out), layer.norm_mlp, eps)
+            delta = ops.linear(ops.swiglu(ops.linear(h, layer.gate_up)), layer.down)
+        return ops.add_rms_norm(x, delta, self.final_norm, eps)[1]
 
     def _attention(
         self,
@@ -262,102 +283,39 @@ class Qwen35:
         stream: StreamTensors,
         state: StateTensors,
     ) -> Tensor:
-        """Gated full attention of the given rows (all: None), before the output product: [R, nh *
-        hd].
-        """
-        c, ops = self.config, self.ops
-        hd, nkv, eps = c.head_dim, c.num_key_value_heads, c.rms_norm_eps
-        cos, sin = rotation
-        k, v = ops.linear(h, layer.projected).view(-1, 2, nkv, hd).unbind(1)  # [T, nkv, hd]
-        k = ops.rope(ops.rms_norm(k, layer.extra["k_norm"], eps, 1.0), cos, sin)
+        """Gated full attention of the given rows (None: all), before the output product."""
+        queries = 2 * self.attention.heads * self.attention.head_dim
         if rows is None:
-            rows = torch.arange(len(h), dtype=torch.int32, device=h.device)
+            projected = self.ops.linear(h, layer.projected)
+            q_gate, k_v = projected[:, :queries], projected[:, queries:]
         else:
-            h, cos, sin = h[rows], cos[rows], sin[rows]
-        query, gate = (
-            ops.linear(h, layer.extra["q_gate"])
-            .view(len(h), c.num_attention_heads, 2, hd)
-            .unbind(2)
+            q_gate = self.ops.linear(h[rows], layer.projected[:queries])
+            k_v = self.ops.linear(h, layer.projected[queries:])
+        return self.ops.attention(
+            q_gate,
+            k_v,
+            layer.q_norm,
+            layer.k_norm,
+            *rotation,
+            rows,
+            state.keys[layer.index],
+            state.values[layer.index],
+            self.attention,
+            stream,
         )
-        query = ops.rope(ops.rms_norm(query, layer.extra["q_norm"], eps, 1.0), cos, sin)
-        keys, values = state.keys[layer.index], state.values[layer.index]
-        ops.write_pages(k, v, keys, values, stream.write_pages, stream.write_rows)
-        # read rows come in the order of the reads, the kernel wants them ascending
-        order = rows.argsort()
-        mixed: Tensor = torch.empty_like(query)
-        mixed[order] = ops.fork_attention(
-            query[order],
-            k,
-            v,
-            keys,
-            values,
-            rows[order],
-            hd**-0.5,
-            None,
-            stream.cu_seqlens,
-            stream.starts,
-            stream.chain_rows,
-            stream.page_lists,
-            stream.page_list_ends,
-            stream.pages,
-        )
-        gated: Tensor = mixed.float() * gate.float().sigmoid()
-        return gated.to(h.dtype).flatten(1)
 
     def _delta_net(
         self, layer: _Layer, h: Tensor, stream: StreamTensors, state: StateTensors
     ) -> Tensor:
-        """Gated delta net of all rows, before the output product: [T, Hv * dv]."""
-        c, ops, w = self.config, self.ops, layer.extra
-        hk, hv, dk, dv = (
-            c.linear_num_key_heads,
-            c.linear_num_value_heads,
-            c.linear_key_head_dim,
-            c.linear_value_head_dim,
-        )
-        u, z, b, a = ops.linear(h, layer.projected).split([c.conv_channels, hv * dv, hv, hv], -1)
-        mixed = ops.causal_conv1d(
-            u,
-            w["conv"],
+        """Gated delta net of all rows, before the output product."""
+        return self.ops.delta_net(
+            self.ops.linear(h, layer.projected),
+            layer.delta_net,
+            self.delta_net,
+            state.recurrent_state[layer.index],
             state.conv_state[layer.index],
-            stream.cu_seqlens,
-            stream.starts,
-            stream.chain_rows,
-            stream.store_slots,
-            stream.store_rows,
+            stream,
         )
-        q, k, v = mixed.split([hk * dk, hk * dk, hv * dv], -1)
-        q = ops.l2_norm(q.view(-1, hk, dk)).repeat_interleave(hv // hk, 1) * dk**-0.5
-        k = ops.l2_norm(k.view(-1, hk, dk)).repeat_interleave(hv // hk, 1)
-        v = v.reshape(-1, hv, dv).float()
-        g = -w["A_log"].float().exp() * torch.nn.functional.softplus(
-            a.float() + w["dt_bias"].float()
-        )
-        out = torch.zeros_like(v)
-        low = 0
-        for high in stream.level_ends:
-            ops.gated_delta_rule(
-                q,
-                k,
-                v,
-                g,
-                b.float().sigmoid(),
-                out,
-                state.recurrent_state[layer.index],
-                (low, high),
-                stream.cu_seqlens,
-                stream.starts,
-                stream.initial_slots,
-                stream.chain_rows,
-                stream.store_nodes,
-                stream.store_positions,
-                stream.store_slots,
-            )
-            low = high
-        normed: Tensor = ops.gated_rms_norm(
-            out, z.view(-1, hv, dv), w["norm"], c.rms_norm_eps, h.dtype
-        )
-        return normed.flatten(1)
 
 
 def _gather_layer(kind: str, index: int, n: int, weights: dict[str, Tensor]) -> _Layer:
@@ -374,14 +332,14 @@ def _gather_layer(kind: str, index: int, n: int, weights: dict[str, Tensor]) -> 
         "down": take("mlp.down_proj.weight"),
     }
     if kind == FULL:
-        names = ("q_norm", "k_norm")
+        inputs = [f"self_attn.{name}_proj.weight" for name in ("q", "k", "v")]
         return _Layer(
             kind,
             index,
-            projected=take("self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+            projected=take(*inputs),
             out=take("self_attn.o_proj.weight"),
-            extra={"q_gate": take("self_attn.q_proj.weight")}
-            | {name: take(f"self_attn.{name}.weight") for name in names},
+            q_norm=take("self_attn.q_norm.weight"),
+            k_norm=take("self_attn.k_norm.weight"),
             **common,
         )
     inputs = [f"linear_attn.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")]
@@ -390,11 +348,11 @@ def _gather_layer(kind: str, index: int, n: int, weights: dict[str, Tensor]) -> 
         index,
         projected=take(*inputs),
         out=take("linear_attn.out_proj.weight"),
-        extra={
-            "conv": take("linear_attn.conv1d.weight")[:, 0],
-            "A_log": take("linear_attn.A_log"),
-            "dt_bias": take("linear_attn.dt_bias"),
-            "norm": take("linear_attn.norm.weight"),
-        },
+        delta_net=DeltaNetWeights(
+            conv=take("linear_attn.conv1d.weight")[:, 0],
+            A_log=take("linear_attn.A_log"),
+            dt_bias=take("linear_attn.dt_bias"),
+            norm=take("linear_attn.norm.weight"),
+        ),
         **common,
     )

@@ -30,8 +30,9 @@ def same(a: Qwen35, b: Qwen35) -> None:
     for x, y in zip(a.layers, b.layers, strict=True):
         assert torch.equal(x.projected, y.projected)
         assert torch.equal(x.out, y.out)
-        assert x.extra.keys() == y.extra.keys()
-        assert all(torch.equal(x.extra[k], y.extra[k]) for k in x.extra)
+        assert (x.delta_net is None) == (y.delta_net is None)
+        if x.delta_net is not None:
+            assert all(torch.equal(v, vars(y.delta_net)[k]) for k, v in vars(x.delta_net).items())
 
 
 def test_wrapper_layout_equals_text_layout(checkpoint: Path, tmp_path: Path) -> None:
@@ -99,8 +100,7 @@ def test_some_tensors_keep_their_dtype(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "f32", config, text_tensors(oracle(config)))
     model = load_model(folder, torch.bfloat16, torch.device("cpu"), REFERENCE)
     assert isinstance(model, Qwen35)
-    extra = model.layers[0].extra
-    assert {k: v.dtype for k, v in extra.items()} == {
+    assert {k: v.dtype for k, v in vars(model.layers[0].delta_net).items()} == {
         "conv": torch.bfloat16,
         "A_log": torch.float32,
         "dt_bias": torch.bfloat16,
