@@ -1,8 +1,8 @@
-"""Accuracy of the embedded model on held-out workloads: `python -m benchmarks.tiny_model --data DIR`.
+"""Accuracy of the embedded model on held-out workloads.
 
-Every question goes through the engine as a caller's would. By default a seeded sample of at most 80,000
-tokens a file; `--full` takes every record. A trajectory is asked at its last step, and with `--full`
-at three more.
+`python -m benchmarks.tiny_model --data DIR`: every question goes through the engine as a caller's
+would. By default a seeded sample of at most 80,000 tokens a file; `--full` takes every record. A
+trajectory is asked at its last step, and with `--full` at three more.
 """
 
 import argparse
@@ -189,9 +189,8 @@ def main() -> None:
             max_queued_tokens=1 << 30,
         )
     )
-    print(
-        f"{'workload':<20} {'type':<7} {'asked':>6} {'accuracy':>8} {'AUC':>8} {'chance':>8} {'words':>8}"
-    )
+    names = ("workload", "type", "asked", "accuracy", "AUC", "chance", "words")
+    print("{:<20} {:<7} {:>6} {:>8} {:>8} {:>8} {:>8}".format(*names))
     rows: list[Row] = []
     began = time.monotonic()
     tokens = 0

@@ -48,12 +48,12 @@ def delta_net_ref(
 ) -> Tensor:
     """Gated delta net of all rows, before the output product: [T, Hv * dv] in projected's dtype.
 
-    projected [T, C + Hv*dv + 2*Hv] = [q | k | v | z | b | a]; recurrent_state [S, Hv, dk, dv] float32
-    and conv_state [S, 3, C]: read at the slots that nodes start from, **written** at the stores.
+    projected [T, C + Hv*dv + 2*Hv] = [q | k | v | z | b | a]; recurrent_state [S, Hv, dk, dv]
+    float32 and conv_state [S, 3, C]: read where nodes start from, **written** at the stores.
     Nodes run level by level; gates, norms, recurrence in float32. Source: models.md section 1.4.
     """
     hk, hv, dk, dv = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim
-    u, z, b, a = projected.split([shape.conv_channels, hv * dv, hv, hv], -1)
+    u, z, b, a = torch.split(projected, [shape.conv_channels, hv * dv, hv, hv], -1)
     mixed = causal_conv1d_ref(
         u,
         weights.conv,
@@ -64,7 +64,7 @@ def delta_net_ref(
         stream.store_slots,
         stream.store_rows,
     )
-    q, k, v = mixed.split([hk * dk, hk * dk, hv * dv], -1)
+    q, k, v = torch.split(mixed, [hk * dk, hk * dk, hv * dv], -1)
     q = l2_norm_ref(q.reshape(-1, hk, dk)).repeat_interleave(hv // hk, 1) * dk**-0.5
     k = l2_norm_ref(k.reshape(-1, hk, dk)).repeat_interleave(hv // hk, 1)
     v = v.reshape(-1, hv, dv).float()

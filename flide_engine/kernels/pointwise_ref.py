@@ -24,7 +24,7 @@ def add_rms_norm_ref(
 ) -> tuple[Tensor, Tensor]:
     """(x + delta, its rms norm with 1 + weight): the residual stream and the next product's input.
 
-    x, delta [T, H]; weight [H]. The sum is rounded to x's dtype once, and the norm is of the rounded sum.
+    x, delta [T, H]; weight [H]. The sum is rounded to x's dtype; the norm is of the rounded sum.
     """
     total = x if delta is None else x + delta
     return total, rms_norm_ref(total, weight, eps, 1.0)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StreamTensors:
-    """A `RoundPlan` on a device: the same names and shapes, int32; `level_ends` stays on the host."""
+    """A `RoundPlan` on a device: same names and shapes; `level_ends` stays on the host."""
 
     tokens: Tensor
     positions: Tensor

@@ -262,7 +262,7 @@ class Qwen35:
         last = len(self.layers) - 1
         for n, layer in enumerate(self.layers):
             x, h = ops.add_rms_norm(x, delta, layer.norm_in, eps)
-            # nobody reads the last layer's other rows: only their keys, values and states are needed
+            # nobody reads the last layer's other rows: only what they leave behind is needed
             rows = stream.read_rows if n == last else None
             if layer.kind == LINEAR:
                 mixed = self._delta_net(layer, h, stream, state)
@@ -325,7 +325,7 @@ def _gather_layer(kind: str, index: int, n: int, weights: dict[str, Tensor]) -> 
         parts = [weights.pop(f"layers.{n}.{name}") for name in names]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    common = {
+    common: dict[str, Any] = {
         "norm_in": take("input_layernorm.weight"),
         "norm_mlp": take("post_attention_layernorm.weight"),
         "gate_up": take("mlp.gate_proj.weight", "mlp.up_proj.weight"),
