@@ -24,6 +24,9 @@ class EngineConfig(BaseModel):
         "auto",
         description="Type of weights and activations; auto: float32 on a CPU, bfloat16 on a GPU.",
     )
+    kernels: Literal["auto", "reference", "triton"] = Field(
+        "auto", description="auto: Triton on a GPU, the references on a CPU."
+    )
     fork: Literal["token", "grain"] = Field(
         "token",
         description="Where branches start: at their first own token, or at the grain before it.",

@@ -34,14 +34,13 @@ from flide_engine.errors import (
 )
 from flide_engine.families.base import ModelCard, Rendered
 from flide_engine.families.registry import load_family
-from flide_engine.kernels import REFERENCE
 from flide_engine.layout.buckets import cut_replays
 from flide_engine.layout.plan import Anchor
 from flide_engine.layout.state_shape import StateShape
 from flide_engine.models.registry import load_model
 from flide_engine.models.weights import weights_hash
 from flide_engine.readout import read_values
-from flide_engine.resolve import locate, resolve_device, resolve_dtype
+from flide_engine.resolve import locate, resolve_device, resolve_dtype, resolve_kernels
 from flide_engine.runner import Runner
 from flide_engine.scheduler import Scheduler
 from flide_engine.work import RequestWork
@@ -70,13 +69,14 @@ class Engine:
         if config.compute_threads is not None:
             torch.set_num_threads(config.compute_threads)
         self.weights_hash = weights_hash(folder)
-        model = load_model(folder, dtype, device, REFERENCE)
+        kernels, tile = resolve_kernels(config.kernels, device)
+        model = load_model(folder, dtype, device, kernels)
         self._family, vocab = load_family(
             folder, name, self.weights_hash, config.option_cache_entries
         )
         self._check(model.vocab_size, vocab, model.max_positions)
         pool = Pool(model.state_shape, *self._pool_size(model.state_shape, dtype), dtype, device)
-        self._runner = Runner(model, pool, config.fork, device)
+        self._runner = Runner(model, pool, config.fork, device, tile)
         self._scheduler: Scheduler[RequestWork] = Scheduler(
             config.max_round_tokens, config.max_queued_tokens
         )

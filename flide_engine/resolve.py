@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from flide_engine.errors import ConfigError
+from flide_engine.kernels import REFERENCE, Kernels
 
 log = logging.getLogger(__name__)
 
@@ -57,3 +58,12 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+
+
+def resolve_kernels(kernels: str, device: torch.device) -> tuple[Kernels, int | None]:
+    """(the operations, query rows of their attention tiles); auto: Triton on a GPU."""
+    if kernels == "reference" or (kernels == "auto" and device.type == "cpu"):
+        return REFERENCE, None
+    from flide_engine.kernels.triton_kernels import TILE, TRITON
+
+    return TRITON, TILE

@@ -5,12 +5,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flide_engine.cache.pool import Accounting, Pool
+from flide_engine.device_plan import Capacity, Tables
 from flide_engine.kernels.stream import StreamTensors
 from flide_engine.layout.plan import Anchor, Ints, RoundPlan
 from flide_engine.layout.stream import Fork, Job, lay_out
@@ -30,9 +32,12 @@ class RoundResult:
 class Runner:
     """A model and its pool on one device."""
 
-    def __init__(self, model: DecisionModel, pool: Pool, fork: Fork, device: torch.device) -> None:
+    def __init__(
+        self, model: DecisionModel, pool: Pool, fork: Fork, device: torch.device, tile: int | None
+    ) -> None:
+        """tile: query rows of an attention tile if the kernels need work lists, else None."""
         self.model, self.fork, self.device = model, fork, device
-        self._pool = pool
+        self._pool, self._tile = pool, tile
 
     def run(self, jobs: Sequence[Job]) -> RoundResult:
         """Runs one round. The checkpoints of its marks are the caller's to `drop`; all else is
@@ -49,12 +54,22 @@ class Runner:
             raise
         try:
             plan, checkpoints = layout.bind(pages, slots)
-            hidden = self.model.forward(to_device(plan, self.device), self._pool.tensors)
+            hidden = self.model.forward(self._stream(plan), self._pool.tensors)
             self._hold(checkpoints)
         finally:
             self._pool.pages.release(pages)
             self._pool.slots.release(slots)
         return RoundResult(hidden, checkpoints)
+
+    def _stream(self, plan: RoundPlan) -> StreamTensors:
+        if self._tile is None:
+            return to_device(plan, self.device)
+        tables = Tables(Capacity.exactly(plan, self._tile), self.device)
+        assert tables.fill(plan), "a plan must fit a buffer of its own size"
+        tables.upload()
+        # the host buffer must live until the copy is done: the reads at the round's end wait for it
+        self._last = tables
+        return tables.stream
 
     def _hold(self, checkpoints: tuple[tuple[Anchor, ...], ...]) -> None:
         for anchor in (a for marks in checkpoints for a in marks):
@@ -77,9 +92,9 @@ def _slot(anchor: Anchor) -> Ints:
 
 def to_device(plan: RoundPlan, device: torch.device) -> StreamTensors:
     """The plan's arrays as tensors on `device`."""
-    arrays = {
+    arrays: dict[str, Any] = {
         name: torch.from_numpy(getattr(plan, name)).to(device)
         for name in StreamTensors.__dataclass_fields__
-        if name != "level_ends"
+        if name not in {"level_ends", "tasks"}
     }
     return StreamTensors(level_ends=tuple(plan.level_ends.tolist()), **arrays)

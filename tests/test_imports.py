@@ -12,7 +12,8 @@ LEVELS = [
     {"api", "config", "errors"},
     {"layout", "kernels", "families"},
     {"cache", "models"},
-    {"scheduler", "runner", "readout", "work", "resolve"},
+    {"scheduler", "device_plan", "readout", "resolve", "work"},
+    {"runner", "graphs"},
     {"engine"},
 ]
 ONLY = {
@@ -24,6 +25,9 @@ ONLY = {
         "flide_engine/models/",
         "flide_engine/cache/pool.py",
         "flide_engine/runner.py",
+        "flide_engine/device_plan.py",
+        "flide_engine/graphs.py",
+        "benchmarks/",
         "flide_engine/readout.py",
         "flide_engine/resolve.py",
         "flide_engine/engine.py",

@@ -6,8 +6,45 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class StreamTasks:
+    """Work lists of the GPU kernels (`layout.tasks`), at the capacity of a bucket; int32.
+
+    counts [8]: how many of each exist, by the places below.
+    level_nodes [L+1]: nodes of level l are level_nodes[l] .. level_nodes[l+1]; empty levels repeat.
+    row_nodes [T]: node of each row, -1 for padding.
+    chunk_*: see ChunkTasks. node_chunks [N+1]: first chunk of each node, then their number.
+    tile_* and read_tile_*: see AttentionTiles, for all rows and for the read rows.
+    tile_pages [A, 2]: first entry and number of the tile's pages in `pages`; read_tile_pages alike.
+    """
+
+    counts: Tensor
+    level_nodes: Tensor
+    row_nodes: Tensor
+    chunk_rows: Tensor
+    chunk_lengths: Tensor
+    chunk_skips: Tensor
+    chunk_slots: Tensor
+    node_chunks: Tensor
+    tile_queries: Tensor
+    tile_nodes: Tensor
+    tile_keys: Tensor
+    tile_pages: Tensor
+    read_tile_queries: Tensor
+    read_tile_nodes: Tensor
+    read_tile_keys: Tensor
+    read_tile_pages: Tensor
+
+
+CHUNKS, TILES, READ_TILES, WRITTEN_PAGES, NODES = range(5)
+"""Places in `StreamTasks.counts`."""
+
+
+@dataclass(frozen=True)
 class StreamTensors:
-    """A `RoundPlan` on a device: same names and shapes; `level_ends` stays on the host."""
+    """A `RoundPlan` on a device: same names and shapes; `level_ends` stays on the host.
+
+    tasks: work lists for the GPU kernels; the references need none.
+    """
 
     tokens: Tensor
     positions: Tensor
@@ -26,3 +63,4 @@ class StreamTensors:
     store_slots: Tensor
     store_rows: Tensor
     read_rows: Tensor
+    tasks: StreamTasks | None = None

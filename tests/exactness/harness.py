@@ -35,7 +35,7 @@ class Both:
         weights = {k.removeprefix("model."): v for k, v in text_tensors(self.oracle).items()}
         self.model = Qwen35(Qwen35Config.of(config), weights, REFERENCE)
         self.pool = Pool(self.model.state_shape, 64, 16, torch.float32, torch.device("cpu"))
-        self.runner = Runner(self.model, self.pool, fork, torch.device("cpu"))
+        self.runner = Runner(self.model, self.pool, fork, torch.device("cpu"), tile=None)
         self.rng = np.random.default_rng(seed)
         self.soil()
 

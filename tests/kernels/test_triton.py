@@ -1,0 +1,214 @@
+"""Triton kernels against their references, at odd sizes, with outputs full of NaN.
+
+On a GPU they run compiled (mark `gpu`); elsewhere in Triton's interpreter, in float32, at small
+sizes, when TRITON_INTERPRET=1 is set.
+"""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from flide_engine.device_plan import Capacity, Tables
+from flide_engine.kernels.attention import attention
+from flide_engine.kernels.attention_ref import AttentionShape, attention_ref
+from flide_engine.kernels.delta_net import delta_net
+from flide_engine.kernels.delta_net_ref import DeltaNetShape, DeltaNetWeights, delta_net_ref
+from flide_engine.kernels.pointwise import add_rms_norm, swiglu
+from flide_engine.kernels.pointwise_ref import add_rms_norm_ref, swiglu_ref
+from flide_engine.layout.plan import Anchor, RoundPlan
+from flide_engine.layout.stream import Job, lay_out
+from flide_engine.layout.tree import build_forest
+from flide_engine.runner import to_device
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = (
+    [pytest.mark.skipif(not INTERPRETED, reason="needs a GPU or TRITON_INTERPRET=1")]
+    if not torch.cuda.is_available()
+    else [pytest.mark.gpu]
+)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
+RELATIVE_ERROR = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+SLOTS, PAGES = 12, 24
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Norm of the difference over the norm of the reference; NaN never passes."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def trees(kind: str) -> list[Job]:
+    """Rounds of different shapes."""
+    rng = np.random.default_rng(0)
+
+    def prompts(trunk: int, branches: list[int]) -> list[np.ndarray]:
+        shared = rng.integers(0, 50, trunk)
+        return [
+            np.concatenate([shared, [100 + i], rng.integers(0, 50, n - 1)]).astype(np.int32)
+            for i, n in enumerate(branches)
+        ]
+
+    if kind == "alone":
+        return [Job(build_forest(prompts(0, [70])))]
+    if kind == "forked":
+        return [Job(build_forest(prompts(130, [1, 5, 64, 66])))]
+    if kind == "company":
+        return [
+            Job(build_forest(prompts(63, [2, 3]))),
+            Job(build_forest(prompts(64, [1, 60]))),
+            Job(build_forest(prompts(0, [9]))),
+        ]
+    anchor = Anchor(128, 3, np.array([7, 5], np.int32))
+    return [
+        Job(build_forest(prompts(200, [4, 9]), 128), anchor),
+        Job(build_forest(prompts(20, [3]))),
+    ]
+
+
+KINDS = ["alone", "forked", "company", "resumed"]
+
+
+def both_streams(kind: str) -> tuple[RoundPlan, Tables]:
+    """A plan, and the same plan in a bucket with padding."""
+    layout = lay_out(trees(kind))
+    pages = np.arange(10, 10 + layout.num_pages, dtype=np.int32)
+    slots = np.arange(5, 5 + layout.num_slots, dtype=np.int32)
+    plan, _ = layout.bind(pages, slots)
+    rows = plan.num_rows + 11
+    tables = Tables(Capacity.of(rows, 8, 64), DEVICE)
+    assert tables.fill(plan)
+    tables.upload()
+    return plan, tables
+
+
+def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    """Random numbers on the device."""
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))) * scale
+    return made.to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("hk", "hv"), [(2, 2), (1, 2)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_delta_net(kind: str, hk: int, hv: int, dtype: torch.dtype) -> None:
+    """Outputs of all rows, states and convolution rows of all stores."""
+    plan, tables = both_streams(kind)
+    shape = (
+        DeltaNetShape(hk, hv, 32, 32, 1e-6)
+        if INTERPRETED
+        else DeltaNetShape(hk, hv, 128, 128, 1e-6)
+    )
+    c = shape.conv_channels
+    weights = DeltaNetWeights(
+        conv=random(c, 4, dtype=dtype, scale=0.5),
+        A_log=random(hv, dtype=torch.float32) - 1,
+        dt_bias=random(hv, dtype=dtype),
+        norm=random(shape.value_dim, dtype=torch.float32),
+    )
+    projected = random(tables.capacity.rows, c + hv * shape.value_dim + 2 * hv, dtype=dtype)
+    state = random(SLOTS, hv, shape.key_dim, shape.value_dim, dtype=torch.float32)
+    conv = random(SLOTS, 3, c, dtype=dtype)
+    states = [state.clone() for _ in range(2)]
+    convs = [conv.clone() for _ in range(2)]
+    for tensor in (states[1], convs[1]):
+        tensor[plan.store_slots.tolist()] = torch.nan
+    rows = plan.num_rows
+    want = delta_net_ref(
+        projected[:rows], weights, shape, states[0], convs[0], to_device(plan, DEVICE)
+    )
+    got = delta_net(projected, weights, shape, states[1], convs[1], tables.stream, programs=7)
+    assert relative_error(got[:rows], want) < RELATIVE_ERROR[dtype]
+    assert relative_error(states[1], states[0]) < RELATIVE_ERROR[dtype]
+    assert torch.equal(convs[0], convs[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("only_reads", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention(kind: str, only_reads: bool, window: int | None, dtype: torch.dtype) -> None:
+    """All rows and read rows only, with and without a window; pages written in passing."""
+    plan, tables = both_streams(kind)
+    shape = AttentionShape(6, 2, 32 if INTERPRETED else 256, 1e-6, window)
+    hd, half = shape.head_dim, shape.head_dim // 8
+    rows, padded = plan.num_rows, tables.capacity.rows
+    reads = tables.stream.read_rows if only_reads else None
+    q_gate = random(len(reads) if reads is not None else padded, 12 * hd, dtype=dtype)
+    k_v = random(padded, 4 * hd, dtype=dtype)
+    norms = random(hd, dtype=dtype, scale=0.1), random(hd, dtype=dtype, scale=0.1)
+    angle = random(padded, half, dtype=torch.float32)
+    keys, values = (random(PAGES + i, 64, 2, hd, dtype=dtype)[:PAGES] for i in range(2))
+    pools = [(keys.clone(), values.clone()) for _ in range(2)]
+    for tensor in pools[1]:
+        tensor[plan.write_pages.tolist()] = torch.nan
+    count = len(plan.read_rows) if only_reads else rows
+    exact = to_device(plan, DEVICE)
+    want = attention_ref(
+        q_gate[:count], k_v[:rows], *norms, angle.cos()[:rows], angle.sin()[:rows],
+        exact.read_rows if only_reads else None, *pools[0], shape, exact,
+    )  # fmt: skip
+    got = attention(
+        q_gate,
+        k_v,
+        *norms,
+        angle.cos(),
+        angle.sin(),
+        reads,
+        *pools[1],
+        shape,
+        tables.stream,
+        programs=5,
+    )
+    assert relative_error(got[:count], want) < RELATIVE_ERROR[dtype]
+    for a, b in zip(*pools, strict=True):
+        assert relative_error(b, a) < RELATIVE_ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [72, 256])
+def test_pointwise(width: int, dtype: torch.dtype) -> None:
+    """Widths that are no powers of two, with and without a residual."""
+    x, delta, weight = (
+        random(5, width, dtype=dtype),
+        random(5, width, dtype=dtype),
+        random(width, dtype=dtype),
+    )
+    for add in (None, delta):
+        for got, want in zip(
+            add_rms_norm(x, add, weight, 1e-6), add_rms_norm_ref(x, add, weight, 1e-6), strict=True
+        ):
+            assert relative_error(got, want) < RELATIVE_ERROR[dtype]
+    assert relative_error(swiglu(x), swiglu_ref(x)) < RELATIVE_ERROR[dtype]
+
+
+def test_repeated_tokens_do_not_blow_up() -> None:
+    """Equal keys with full strength and no decay: the worst case of the triangular inverse."""
+    plan, tables = both_streams("alone")
+    shape = (
+        DeltaNetShape(1, 1, 32, 32, 1e-6) if INTERPRETED else DeltaNetShape(1, 1, 128, 128, 1e-6)
+    )
+    c = shape.conv_channels
+    ones = torch.ones(shape.value_dim, device=DEVICE)
+    weights = DeltaNetWeights(
+        conv=random(c, 4, dtype=torch.float32), A_log=torch.full((1,), -30.0, device=DEVICE),
+        dt_bias=torch.zeros(1, device=DEVICE), norm=ones,
+    )  # fmt: skip
+    row = random(1, c + shape.value_dim + 2, dtype=torch.float32)
+    row[:, -2] = 20.0
+    projected = row.repeat(tables.capacity.rows, 1)
+    pools = [
+        (
+            torch.zeros(SLOTS, 1, shape.key_dim, shape.value_dim, device=DEVICE),
+            torch.zeros(SLOTS, 3, c, device=DEVICE),
+        )
+        for _ in range(2)
+    ]
+    want = delta_net_ref(
+        projected[: plan.num_rows], weights, shape, *pools[0], to_device(plan, DEVICE)
+    )
+    got = delta_net(projected, weights, shape, *pools[1], tables.stream, programs=3)
+    assert relative_error(got[: plan.num_rows], want) < 1e-3
