@@ -1,13 +1,17 @@
 """Fixtures shared by all tests."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-# Tensors here are tiny: one thread is fastest, and threads that spin on busy cores are very slow.
+# Tensors here are tiny: one thread is fastest, and threads that spin on busy cores are slow.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Without a GPU the kernels run in Triton's interpreter; it must be chosen before Triton is imported.
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 

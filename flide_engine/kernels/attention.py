@@ -82,6 +82,23 @@ def _write_pages_kernel(
 
 
 @triton.jit
+def _queries(
+    tile_queries, rows, row_nodes, starts, cu_seqlens, m, kv,
+    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, GATHER: tl.constexpr,
+):  # fmt: skip
+    """Of each row of a product: whether it exists, query, head, stream row, node, position."""
+    query = tl.load(tile_queries + m // GROUP_BLOCK)
+    there = (query >= 0) & (m % GROUP_BLOCK < GROUP)
+    query = tl.where(there, query, 0).to(tl.int64)
+    head = kv * GROUP + m % GROUP_BLOCK
+    row = tl.load(rows + query) if GATHER else query.to(tl.int32)
+    node = tl.where(there, tl.load(row_nodes + row), -2)
+    start = tl.load(starts + node, mask=there, other=0)
+    time = start + row - tl.load(cu_seqlens + node, mask=there, other=0)
+    return there, query, head, row, node, time
+
+
+@triton.jit
 def _one_tile(q, k, v, seen, top, total, acc, scale, precision: tl.constexpr):
     """One step of the running softmax over 64 keys; `seen` masks [M, 64]."""
     s = tl.dot(q, tl.trans(k), input_precision=precision) * scale
@@ -112,14 +129,10 @@ def _attention_kernel(
     for task in range(tl.program_id(0), tl.load(counts + count_at) * NKV, tl.num_programs(0)):
         tile = task // NKV
         kv = task % NKV
-        query = tl.load(tile_queries + tile * TILE + m // GROUP_BLOCK)
-        there = (query >= 0) & (m % GROUP_BLOCK < GROUP)
-        query = tl.where(there, query, 0).to(tl.int64)
-        head = kv * GROUP + m % GROUP_BLOCK
-        row = tl.load(rows + query) if GATHER else query.to(tl.int32)
-        node = tl.where(there, tl.load(row_nodes + row), -2)
-        own = tl.load(starts + node, mask=there, other=0)
-        time = own + row - tl.load(cu_seqlens + node, mask=there, other=0)
+        there, query, head, row, node, time = _queries(
+            tile_queries + tile * TILE, rows, row_nodes, starts, cu_seqlens, m, kv,
+            GROUP, GROUP_BLOCK, GATHER,
+        )  # fmt: skip
         at = (query * NH + head)[:, None] * D + d[None, :]
         b_q = tl.load(q + at, mask=there[:, None], other=0.0)
         top = tl.full([M], float("-inf"), tl.float32)
