@@ -176,6 +176,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of workload files")
     parser.add_argument("--model", help="weights folder or hub name; none: the embedded model")
     parser.add_argument("--full", action="store_true", help="every record instead of a sample")
+    parser.add_argument("--kernels", choices=("auto", "reference", "triton"), default="auto")
     args = parser.parse_args()
     files = sorted(args.data.glob("*.jsonl.gz"))
     if not files:
@@ -184,6 +185,7 @@ def main() -> None:
         EngineConfig(
             model=args.model,
             dtype="float32",
+            kernels=args.kernels,
             max_prompt_tokens=65536,
             max_request_tokens=262144,
             max_queued_tokens=1 << 30,

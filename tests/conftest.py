@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-# Tensors here are tiny: one thread is fastest, and threads that spin on busy cores are slow.
+# Tensors here are tiny: one thread is fastest; threads that spin on busy cores are very slow.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Without a GPU the kernels run in Triton's interpreter; it must be chosen before Triton is imported.
+# Without a GPU the kernels run in Triton's interpreter; chosen before Triton is imported.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

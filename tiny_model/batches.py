@@ -1,7 +1,9 @@
-"""Training steps out of a corpus: which questions, how their texts are varied, how they are padded.
+"""Training steps out of a corpus: which questions, how their texts are varied, how they are
+padded.
 
-Variation is what keeps 66,000 records from being learnt by heart: tokens fall out or split into the two
-pieces they were merged from, options lose their key or description, instructions are paraphrased.
+Variation is what keeps 66,000 records from being learnt by heart: tokens fall out or split into
+the two pieces they were merged from, options lose their key or description, instructions are
+paraphrased.
 """
 
 from collections.abc import Iterator
@@ -47,16 +49,17 @@ DEFAULT_COUNTS = {
     "hwu64/choice": 120,
     "snips/choice": 64,
     "dialogue/choice": 28,
-    "dialogue/noul": 72,
-    "coding_agent/choice": 10,
-    "coding_agent/noul": 10,
+    "dialogue/noul": 96,
+    "coding_agent/choice": 7,
+    "coding_agent/noul": 7,
     "coding_agent/score": 2,
-    "customer_agent/choice": 8,
+    "customer_agent/choice": 6,
     "customer_agent/noul": 4,
     "boolq/noul": 6,
-    "stories/noul": 10,
-    "guard/noul": 5,
-    "guard/choice": 5,
+    "stories/noul": 16,
+    "guard/noul": 8,
+    "guard/choice": 8,
+    "matching/choice": 12,
 }
 
 LOSS_WEIGHTS = {
@@ -72,11 +75,17 @@ LOSS_WEIGHTS = {
     "customer_agent/choice": 0.08,
     "customer_agent/noul": 0.05,
     "boolq/noul": 0.03,
-    "stories/noul": 0.12,
-    "guard/noul": 0.06,
-    "guard/choice": 0.06,
+    "stories/noul": 0.20,
+    "guard/noul": 0.12,
+    "guard/choice": 0.12,
+    "matching/choice": 0.15,
 }
 """The weight of a group's mean loss in a step."""
+
+
+Made = tuple[Question, np.ndarray, int]
+"""A question, its varied sequence, and how many of the first tokens have a state token after them.
+"""
 
 
 @dataclass
@@ -91,9 +100,9 @@ class Padded:
 class QuestionBatch:
     """Questions of similar length.
 
-    seen [B, O] bool marks each choice's options among the step's; label [B] is a column of `seen` for a
-    choice and 0 / 1 for a yes/no question; weight [B] sums to the groups' weights over a step;
-    lm_rows, lm_targets [P] are flat positions and next tokens inside states.
+    seen [B, O] bool marks each choice's options among the step's; label [B] is a column of
+    `seen` for a choice and 0 / 1 for a yes/no question; weight [B] sums to the groups' weights
+    over a step; lm_rows, lm_targets [P] are flat positions and next tokens inside states.
     """
 
     sequences: Padded
@@ -114,7 +123,7 @@ class Step:
 
 
 def pad(sequences: list[np.ndarray], multiple: int) -> Padded:
-    """Right-pads to a multiple; up to 64 tokens the length stays a single chunk of the delta rule."""
+    """Right-pads to a multiple; up to 64 tokens stay a single chunk of the delta rule."""
     longest = max(len(each) for each in sequences)
     length = -(-longest // multiple) * multiple
     ids = np.zeros((len(sequences), length), dtype=np.int64)
@@ -135,6 +144,24 @@ def question_sequence(state: np.ndarray, kind: str, question: np.ndarray, limit:
 def option_sequence(text: np.ndarray) -> np.ndarray:
     """`<|option|>` text `<|read|>`."""
     return np.concatenate(([CONTROL_IDS["option"]], text, [CONTROL_IDS["read"]])).astype(np.int64)
+
+
+def by_length(made: list[Made], bounds: tuple[int, ...]) -> list[list[Made]]:
+    """Groups of similar length; none holds a single sequence unless it is the only one."""
+    groups: list[list[Made]] = []
+    carried: list[Made] = []
+    low = 0
+    for high in bounds:
+        carried += [each for each in made if low < len(each[1]) <= high]
+        low = high
+        if len(carried) > 1:
+            groups.append(carried)
+            carried = []
+    if carried and groups:
+        groups[-1] = groups[-1] + carried
+    elif carried:
+        groups.append(carried)
+    return groups
 
 
 def group_queue(corpus: Corpus, group: str, oos_repeats: int) -> np.ndarray:
@@ -185,17 +212,13 @@ class StepStream(IterableDataset[Step]):
         for q in drawn:
             counts[q.group] = counts.get(q.group, 0) + 1
         made = [(q, *self._question_tokens(q, rng)) for q in drawn]
-        low = 0
-        for high in self.plan.lengths:
-            here = [each for each in made if low < len(each[1]) <= high]
-            low = high
-            if here:
-                step.batches.append(self._batch(here, column, counts, rng))
+        for here in by_length(made, self.plan.lengths):
+            step.batches.append(self._batch(here, column, counts, rng))
         return step
 
     def _batch(
         self,
-        made: list[tuple[Question, np.ndarray, int]],
+        made: list[Made],
         column: dict[int, int],
         counts: dict[str, int],
         rng: np.random.Generator,
@@ -221,7 +244,7 @@ class StepStream(IterableDataset[Step]):
         )
 
     def _lm_positions(
-        self, made: list[tuple[Question, np.ndarray, int]], ids: Tensor, rng: np.random.Generator
+        self, made: list[Made], ids: Tensor, rng: np.random.Generator
     ) -> tuple[Tensor, Tensor]:
         length = ids.shape[1]
         flat = np.concatenate([row * length + np.arange(n) for row, (_, _, n) in enumerate(made)])

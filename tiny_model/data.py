@@ -1,7 +1,7 @@
 """Records of the shared schema as token arrays: one corpus of questions over interned texts.
 
-Intent questions are asked against every label of their data set; other questions against their own
-options. Texts come from the serving code's rendering, so training and serving say the same.
+Intent questions are asked against every label of their data set; other questions against their
+own options. Texts come from the serving code's rendering, so training and serving say the same.
 """
 
 import gzip
@@ -37,6 +37,12 @@ SOURCES = {
 INTENT_SOURCES = ("banking77", "clinc150", "hwu64", "snips")
 INTENT_INSTRUCTION = "Which intent does the user's message express?"
 OUT_OF_SCOPE = "oos"
+PART_OF_PASSAGE = "Is this sentence part of the passage? "
+MATCHING_INSTRUCTIONS = {
+    "boolq": "Which question does this text answer?",
+    "stories": "Which sentence is part of this text?",
+    "dialogue": "What does the user say next?",
+}
 
 
 def read_records(path: Path) -> Iterator[Record]:
@@ -54,7 +60,9 @@ def source_name(record: Record) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option's texts, as ids of interned texts: what serving encodes, then ways to say it shorter."""
+    """An option's texts, as ids of interned texts: what serving encodes, then ways to say it
+    shorter.
+    """
 
     text: int
     shorter: tuple[int, ...]
@@ -128,7 +136,15 @@ class Corpus:
         instruction = question_text(question["instructions"])
         paraphrases = tuple(self.intern(text) for text in paraphrased(instruction))
         self.questions.append(
-            Question(group, kind, self.intern(state), self.intern(instruction), paraphrases, options, label)
+            Question(
+                group,
+                kind,
+                self.intern(state),
+                self.intern(instruction),
+                paraphrases,
+                options,
+                label,
+            )
         )
 
     def encode(self, encoder: UserEncoder) -> None:
@@ -163,7 +179,9 @@ def paraphrased(instruction: str) -> list[str]:
 
 
 def training_corpus(records: list[Record], labels: LabelSets, extra_out_of_scope: int) -> Corpus:
-    """The questions to train on; out-of-scope messages are rare, so questions of BoolQ stand in for some."""
+    """The questions to train on; out-of-scope messages are rare, so questions of BoolQ stand in
+    for some.
+    """
     corpus = Corpus()
     borrowed: list[str] = []
     for record in records:
@@ -182,7 +200,54 @@ def training_corpus(records: list[Record], labels: LabelSets, extra_out_of_scope
             "label": OUT_OF_SCOPE,
         }
         corpus.add(clinc, state, question, labels)
+    add_matching(corpus, records)
     return corpus
+
+
+def matching_pairs(records: list[Record]) -> dict[str, list[tuple[str, str]]]:
+    """Per source, a text and a short piece that belongs to it: its question, a sentence, the next
+    message.
+    """
+    pairs: dict[str, list[tuple[str, str]]] = {"boolq": [], "stories": [], "dialogue": []}
+    for record in records:
+        name, state = source_name(record), str(record["state"])
+        if name == "boolq":
+            pairs[name] += [(state, q["instructions"]) for q in record["questions"]]
+        elif name == "stories":
+            pairs[name] += [
+                (state, q["instructions"].removeprefix(PART_OF_PASSAGE))
+                for q in record["questions"]
+                if q["label"] and q["instructions"].startswith(PART_OF_PASSAGE)
+            ]
+        elif name == "dialogue":
+            history, _, message = state.rpartition("\nUser: ")
+            if history and len(message.split()) >= 8:
+                pairs[name].append((history, message))
+    return pairs
+
+
+def add_matching(corpus: Corpus, records: list[Record], negatives: int = 9) -> None:
+    """Choices made from the texts alone, so that option vectors learn more than the mix's own
+    labels.
+    """
+    rng = np.random.default_rng(1)
+    for name, pairs in matching_pairs(records).items():
+        pieces = [shortened(piece) for _, piece in pairs]
+        for (state, _), piece in zip(pairs, pieces, strict=True):
+            others = [pieces[i] for i in rng.integers(len(pieces), size=negatives).tolist()]
+            texts = [piece, *dict.fromkeys(text for text in others if text != piece)]
+            options = tuple(corpus.option("choice", text, text) for text in texts)
+            instruction = corpus.intern(MATCHING_INSTRUCTIONS[name])
+            corpus.questions.append(
+                Question(
+                    "matching/choice", "choice", corpus.intern(state), instruction, (), options, 0
+                )
+            )
+
+
+def shortened(text: str, limit: int = 80) -> str:
+    """The first words of a text, at most `limit` characters of them."""
+    return text if len(text) <= limit else text[:limit].rpartition(" ")[0]
 
 
 def test_corpus(records: list[Record], labels: LabelSets) -> Corpus:

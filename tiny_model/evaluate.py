@@ -14,7 +14,7 @@ from tiny_model.model import DecisionModel
 from tiny_model.tokenizer import UserEncoder
 
 Scores = dict[str, dict[str, float]]
-"""Per group: n, accuracy, and for yes/no questions auc and the larger class's share."""
+"""Per group: n, accuracy, chance; for yes/no also auc (if both answers occur)."""
 
 WORKLOADS = (
     "intent_routing",
@@ -41,7 +41,9 @@ class Readings:
 
 
 def token_batches(lengths: list[int], budget: int) -> list[list[int]]:
-    """Groups sequences of similar length so that each group, padded, holds at most `budget` tokens."""
+    """Groups sequences of similar length so that each group, padded, holds at most `budget`
+    tokens.
+    """
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         longest = lengths[index]
@@ -92,13 +94,13 @@ def read_corpus(
 
 
 def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> float:
-    """The chance that a yes question scores above a no question, ties counted half."""
+    """The chance that a yes scores above a no, ties counted half; both must occur."""
     positives, negatives = int(labels.sum()), int((1 - labels).sum())
-    if not positives or not negatives:
-        return float("nan")
     _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
-    return float((ranks[labels == 1].sum() - positives * (positives + 1) / 2) / (positives * negatives))
+    return float(
+        (ranks[labels == 1].sum() - positives * (positives + 1) / 2) / (positives * negatives)
+    )
 
 
 def score(corpus: Corpus, readings: Readings) -> Scores:
@@ -115,9 +117,10 @@ def score(corpus: Corpus, readings: Readings) -> Scores:
             scores[group] = {
                 "n": len(members),
                 "accuracy": float(((logits > 0) == labels).mean()),
-                "auc": area_under_curve(logits, labels),
                 "chance": max(share, 1 - share),
             }
+            if 0 < share < 1:
+                scores[group]["auc"] = area_under_curve(logits, labels)
         else:
             best = np.array([readings.logits[i].argmax() for i in members])
             odds = [1 / len(corpus.questions[i].options) for i in members]
@@ -129,7 +132,9 @@ def score(corpus: Corpus, readings: Readings) -> Scores:
     return scores
 
 
-def at_steps(record: Record, count: int, window: int | None, rng: np.random.Generator) -> list[Record]:
+def at_steps(
+    record: Record, count: int, window: int | None, rng: np.random.Generator
+) -> list[Record]:
     """A trajectory at `count` of its steps: the history so far, or its last `window` characters."""
     steps = record["steps"]
     picked = sorted(rng.permutation(len(steps))[:count].tolist())
@@ -144,7 +149,9 @@ def at_steps(record: Record, count: int, window: int | None, rng: np.random.Gene
 def workload_corpora(
     folder: Path, names: tuple[str, ...], encoder: UserEncoder, cap: int | None
 ) -> dict[str, Corpus]:
-    """Workload files as encoded corpora, at most `cap` questions of each group, drawn with a fixed seed."""
+    """Workload files as encoded corpora, at most `cap` questions of each group, drawn with a fixed
+    seed.
+    """
     corpora: dict[str, Corpus] = {}
     none: LabelSets = {}
     for name in names:
@@ -183,6 +190,7 @@ def table(scores: dict[str, Scores]) -> str:
         for group, s in groups.items():
             auc = f"{s['auc']:6.3f}" if "auc" in s else "     -"
             lines.append(
-                f"{name:28} {group:36} {int(s['n']):6d} {s['accuracy']:6.3f} {auc} {s['chance']:6.3f}"
+                f"{name:28} {group:36} {int(s['n']):6d} {s['accuracy']:6.3f} {auc} "
+                f"{s['chance']:6.3f}"
             )
     return "\n".join(lines)

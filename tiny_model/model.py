@@ -1,7 +1,8 @@
-"""The decision model in training form: the Qwen3.5 text architecture with the readouts of option vectors.
+"""The decision model in training form: the Qwen3.5 text architecture with the readouts of option
+vectors.
 
-Module names follow the checkpoint's keys, so a state dict is the checkpoint. Sequences are padded on
-the right: everything is causal, so what stands after a row cannot change it.
+Module names follow the checkpoint's keys, so a state dict is the checkpoint. Sequences are
+padded on the right: everything is causal, so what stands after a row cannot change it.
 """
 
 import math
@@ -86,7 +87,7 @@ class GatedDeltaNet(nn.Module):
     def prepare(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """x [B, L, hidden] -> q, k, v, z [B, L, H, D], g, beta [B, L, H], all but z in float32."""
         mixed = F.silu(self.conv1d(self.in_proj_qkv(x)))
-        q, k, v = mixed.unflatten(-1, (3, self.heads, self.dim)).unbind(2)
+        q, k, v = mixed.view(*mixed.shape[:-1], 3, self.heads, self.dim).unbind(2)
         q, k = _unit(q) * self.dim**-0.5, _unit(k)
         beta = self.in_proj_b(x).float().sigmoid()
         g = -self.A_log.exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias)
@@ -119,7 +120,8 @@ class GatedAttention(nn.Module):
 
     def prepare(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x [B, L, hidden] -> q [B, H, L, D], k and v [B, Hkv, L, D], gate [B, L, H D]."""
-        q, gate = self.q_proj(x).unflatten(-1, (self.heads, 2 * self.dim)).chunk(2, -1)
+        both: Tensor = self.q_proj(x)
+        q, gate = both.view(*both.shape[:-1], self.heads, 2 * self.dim).chunk(2, -1)
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.dim))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.dim))
         q = _rotate(self.q_norm(q), cos, sin).to(v.dtype)
@@ -137,7 +139,7 @@ class GatedAttention(nn.Module):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-split rotation of the first channels; x [B, L, H, D] float32, cos and sin [L, rotary]."""
+    """Half-split rotation of the first channels; x [B, L, H, D], cos and sin [L, rotary]."""
     width = cos.shape[-1]
     turned, rest = x[..., :width], x[..., width:]
     left, right = turned.chunk(2, -1)
@@ -160,7 +162,7 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer: x + mixer(norm(x)), then x + mlp(norm(x)), with dropout on both branches."""
+    """One decoder layer: x + mixer(norm(x)), then x + mlp(norm(x)), dropout on both."""
 
     def __init__(self, shape: ModelShape, index: int, dropout: float) -> None:
         super().__init__()
@@ -184,7 +186,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm; its state dict, prefixed with `model.`, is the checkpoint."""
+    """Embedding, layers, final norm; its state dict, prefixed `model.`, is the checkpoint."""
 
     def __init__(self, shape: ModelShape, dropout: float = 0.0) -> None:
         super().__init__()
@@ -199,7 +201,9 @@ class Decoder(nn.Module):
 
     def _init_weights(self) -> None:
         nn.init.normal_(self.embed_tokens.weight, std=0.3)
-        with torch.no_grad():  # so that what `<|read|>` gathers outweighs its own embedding from the start
+        with (
+            torch.no_grad()
+        ):  # so that what `<|read|>` gathers outweighs its own embedding from the start
             self.embed_tokens.weight[: len(CONTROL_IDS)] *= 0.1
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
@@ -227,7 +231,9 @@ class Decoder(nn.Module):
 
 
 class DecisionModel(nn.Module):
-    """A decoder with the two readouts: a scaled cosine to option vectors, a scalar head for yes/no."""
+    """A decoder with the two readouts: a scaled cosine to option vectors, a scalar head for
+    yes/no.
+    """
 
     def __init__(self, shape: ModelShape, dropout: float = 0.0) -> None:
         super().__init__()

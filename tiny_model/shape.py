@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a Qwen3.5 text decoder whose delta-rule heads and attention heads are equally wide."""
+    """Sizes of a Qwen3.5 text decoder; delta-rule and attention heads are equally wide."""
 
     vocab_size: int = 8192
     hidden_size: int = 256
@@ -33,7 +33,10 @@ class ModelShape:
 
     def config(self) -> dict[str, Any]:
         """The checkpoint's `config.json`."""
-        kinds = ["full_attention" if self.is_full(i) else "linear_attention" for i in range(self.num_layers)]
+        kinds = [
+            "full_attention" if self.is_full(i) else "linear_attention"
+            for i in range(self.num_layers)
+        ]
         return {
             "architectures": ["Qwen3_5ForCausalLM"],
             "model_type": "qwen3_5_text",

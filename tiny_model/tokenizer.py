@@ -1,7 +1,8 @@
-"""The model's own byte-level BPE: training it, and encoding user text so that no control token can appear.
+"""The model's own byte-level BPE: training it, and encoding user text so that no control token can
+appear.
 
-Text is folded to lower case and given a leading space, so that a word has one spelling in a state, in a
-question and as the first word of an option.
+Text is folded to lower case and given a leading space, so that a word has one spelling in a
+state, in a question and as the first word of an option.
 """
 
 import json
@@ -70,7 +71,7 @@ class UserEncoder:
 
 
 def merge_parents(path: Path) -> np.ndarray:
-    """parents [V, 2] uint16: the two pieces a token was merged from, 0 where it is a single byte."""
+    """parents [V, 2] uint16: the two pieces a token was merged from, 0 for a single byte."""
     document = json.loads(path.read_text(encoding="utf-8"))
     vocab: dict[str, int] = document["model"]["vocab"]
     parents = np.zeros((len(vocab), 2), dtype=np.uint16)
@@ -80,7 +81,9 @@ def merge_parents(path: Path) -> np.ndarray:
 
 
 def training_texts(records: Iterable[dict[str, object]], weight: int = 3) -> Iterator[str]:
-    """What the tokenizer is trained on: states (short ones `weight` times), distinct instructions and options."""
+    """What the tokenizer is trained on: states (short ones `weight` times), distinct instructions
+    and options.
+    """
     seen: set[str] = set()
     for record in records:
         state = str(record["state"])

@@ -204,4 +204,5 @@ def _encode_but_first_run(tokenizer: TextTokenizer, text: str) -> tuple[str, Tok
 
 def _ids(tokenizer: TextTokenizer, pieces: list[int | str]) -> Tokens:
     parts = [np.array([p], np.int32) if isinstance(p, int) else tokenizer.encode(p) for p in pieces]
-    return np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)
+    joined: Tokens = np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)
+    return joined

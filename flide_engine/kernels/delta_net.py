@@ -230,7 +230,7 @@ def delta_net(
     _prep_kernel[(programs,)](
         projected, projected.stride(0), conv_state, weights.conv, weights.A_log, weights.dt_bias,
         tasks.chunk_rows, tasks.chunk_lengths, tasks.chunk_slots, tasks.counts,
-        q, k, w, u, p, g, **heads, count_at=CHUNKS, precision=precision, num_warps=8,
+        q, k, w, u, p, g, **heads, count_at=CHUNKS, precision=precision, num_warps=8, num_stages=1,
     )  # fmt: skip
     for level in range(len(tasks.level_nodes) - 1):
         _scan_kernel[(programs,)](

@@ -154,7 +154,8 @@ class _Chains:
             for g in range(done, position // GRAIN)
         ]
         held = anchor.pages if anchor else np.zeros(0, np.int32)
-        return np.concatenate([held, np.array(new, np.int32)]).astype(np.int32)
+        pages: Ints = np.concatenate([held, np.array(new, np.int32)]).astype(np.int32)
+        return pages
 
 
 def _at_grains(forest: Forest) -> list[Node]:

@@ -81,6 +81,9 @@ class AttentionTiles:
 
 def attention_tiles(plan: RoundPlan, rows: Ints, tile: int) -> AttentionTiles:
     """Tiles for queries at the stream rows `rows` [R], in any order."""
+    if not len(rows):
+        none = np.zeros(0, np.int32)
+        return AttentionTiles(none.reshape(0, tile), none, none, none)
     order = np.argsort(rows, kind="stable")
     node = np.searchsorted(plan.cu_seqlens, rows[order], side="right") - 1
     # siblings stand side by side: they share a page list and a start

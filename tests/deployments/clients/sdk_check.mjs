@@ -24,7 +24,7 @@ console.log(
     noul: answers.angry.noul,
     score: answers.urgency.score,
     tokens: usage.input_tokens ?? usage.inputTokens,
-    models: models.models.length,
+    models: models.length,
     refused,
   }),
 );
