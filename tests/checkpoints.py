@@ -35,6 +35,9 @@ CHAT_TEMPLATE = (
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
     "{% else %}<think>\n{% endif %}{% endif %}"
 )
+POISON = "\N{LATIN SMALL LETTER THORN}"
+"""A letter whose token the poisoned checkpoint cannot embed: its vector is NaN."""
+
 CONTROLS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 
 

@@ -23,3 +23,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny_config()
     folder = tmp_path_factory.mktemp("weights") / "tiny-random"
     return save_checkpoint(folder, config, text_tensors(oracle(config)))
+
+
+@pytest.fixture(scope="session")
+def poisoned(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
+    """A checkpoint with a letter that makes everything after it NaN."""
+    import torch
+    from safetensors.torch import load_file
+
+    from flide_engine.families.tokenizer import TextTokenizer
+    from tests.checkpoints import POISON, save_checkpoint, tiny_config
+
+    tensors = load_file(checkpoint / "model.safetensors")
+    for token in TextTokenizer(checkpoint).encode(POISON):
+        tensors["model.embed_tokens.weight"][int(token)] = torch.nan
+    return save_checkpoint(tmp_path_factory.mktemp("nan") / "poisoned", tiny_config(), tensors)

@@ -14,15 +14,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
-from safetensors.torch import load_file
-
-from tests.checkpoints import save_checkpoint, tiny_config
 
 ROOT = Path(__file__).parents[2]
 START_WITHIN_S = 120
-POISON = "\N{LATIN SMALL LETTER THORN}"
-"""A letter whose token the poisoned checkpoint cannot embed: its vector is NaN."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +74,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The embedded model, no key: what `make serve` gives."""
     with serving(tmp_path_factory.mktemp("served") / "log") as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def poisoned(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
-    """A checkpoint with a letter that makes everything after it NaN."""
-    from flide_engine.families.tokenizer import TextTokenizer
-
-    tensors = load_file(checkpoint / "model.safetensors")
-    for token in TextTokenizer(checkpoint).encode(POISON):
-        tensors["model.embed_tokens.weight"][int(token)] = torch.nan
-    return save_checkpoint(tmp_path_factory.mktemp("nan") / "poisoned", tiny_config(), tensors)
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from router.auth import key_hash
-from tests.deployments.conftest import POISON, ROOT, Served, serving
+from tests.checkpoints import POISON
+from tests.deployments.conftest import ROOT, Served, serving
 
 pytestmark = pytest.mark.ray
 

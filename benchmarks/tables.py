@@ -1,0 +1,74 @@
+"""README tables drawn from result files: `python -m benchmarks.tables` rewrites them in place.
+
+A table stands between `<!-- results: NAME -->` and `<!-- end -->`; `--check` only says whether any
+would change.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.results_file import RESULTS
+
+ROOT = RESULTS.parents[1]
+FILES = (ROOT / "README.md", ROOT / "docs" / "engine.md")
+
+Rows = list[dict[str, Any]]
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def tiny_model(rows: Rows) -> list[str]:
+    """Accuracy of the embedded model, from full runs."""
+    lines = [
+        "| workload | questions | accuracy | AUC | chance | bag of words |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in (r for r in rows if r["mode"] == "full"):
+        name = f"{row['work']}, {'yes/no' if row['type'] == 'noul' else 'choice'}"
+        numbers = [_number(row[key]) for key in ("accuracy", "auc", "chance", "bag_of_words")]
+        lines.append(f"| {name} | {row['questions']:,} | {' | '.join(numbers)} |")
+    return lines
+
+
+def engine(rows: Rows) -> list[str]:
+    """Engine time on a GPU by shape and workload, and of the embedded model on a CPU."""
+    lines = ["| shape | workload | device ms | round p50 ms | card |", "|---|---|---:|---:|---|"]
+    for row in rows:
+        device = _number(row.get("replay_ms"), 2)
+        lines.append(
+            f"| {row['shape']} | {row['work']} | {device} | {row['p50_ms']:.2f} | {row['card']} |"
+        )
+    return lines
+
+
+TABLES: dict[str, Callable[[Rows], list[str]]] = {"tiny_model": tiny_model, "engine": engine}
+
+
+def redrawn(text: str) -> str:
+    """A document with every table drawn anew."""
+
+    def draw(found: re.Match[str]) -> str:
+        name = found[1]
+        rows = json.loads((RESULTS / f"{name}.json").read_text())
+        return "\n".join([f"<!-- results: {name} -->", *TABLES[name](rows), "<!-- end -->"])
+
+    return re.sub(r"<!-- results: (\w+) -->.*?<!-- end -->", draw, text, flags=re.DOTALL)
+
+
+def main() -> None:
+    """Rewrites, or with `--check` exits with 1 if a table is out of date."""
+    for path in FILES:
+        before = path.read_text()
+        after = redrawn(before)
+        if "--check" in sys.argv and before != after:
+            sys.exit(f"{path.name} has a table that differs from its result file")
+        path.write_text(after)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Option vectors: each option computed once, kept across requests, and never a different answer."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from flide_engine import Engine, EngineConfig
+from flide_engine.engine import parse_request
+from flide_engine.families.option_vectors import OptionVectors, VectorCache
+from flide_engine.families.tokenizer import TextTokenizer
+from flide_engine.resolve import EMBEDDED
+
+TEAM = {"type": "choice", "instructions": "Who?", "criteria": {"billing": "money", "support": None}}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    """The embedded model."""
+    made = Engine(EngineConfig())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def family() -> OptionVectors:
+    """The embedded model's family, with an empty cache."""
+    return OptionVectors(EMBEDDED, TextTokenizer(EMBEDDED), "hash", 3)
+
+
+def probabilities(engine: Engine, state: str, **criteria: str | None) -> list[float]:
+    """Of one choice."""
+    question = {**TEAM, "criteria": criteria}
+    answer = engine.decide({"state": state, "questions": {"q": question}}).answers["q"]
+    return list(answer.probabilities.values())  # type: ignore[union-attr]
+
+
+def test_kept_options_change_no_answer_and_no_usage(engine: Engine) -> None:
+    """The same request again, its options now known: same probabilities, same token count."""
+    request = {"state": "User: the invoice is wrong", "questions": {"q": TEAM}}
+    first, again = engine.decide(request), engine.decide(request)
+    assert first.usage == again.usage
+    for a, b in zip(
+        first.answers["q"].probabilities.values(),  # type: ignore[union-attr]
+        again.answers["q"].probabilities.values(),  # type: ignore[union-attr]
+        strict=True,
+    ):
+        assert abs(a - b) < 1e-6
+
+
+def test_the_order_of_options_does_not_matter(engine: Engine) -> None:
+    """An option's vector knows nothing of its neighbours."""
+    there = probabilities(engine, "hello", a="one thing", b="another", c=None)
+    back = probabilities(engine, "hello", c=None, b="another", a="one thing")
+    assert there == pytest.approx(back[::-1], abs=1e-6)
+
+
+def test_known_options_are_not_asked_again(family: OptionVectors) -> None:
+    """A rendered request holds prompts only for what the cache does not hold."""
+    request = parse_request({"state": "s", "questions": {"a": TEAM, "b": TEAM}})
+    rendered = family.render(request)
+    assert len(rendered.prompts) == 4  # two questions, two distinct options
+    family.finish(rendered, [rendered.prompts[0][:1].astype("float32") + 1.0] * 4)
+    known = family.render(request)
+    assert len(known.prompts) == 2
+    assert known.input_tokens == rendered.input_tokens
+
+
+def test_prompts_begin_with_the_state_and_end_to_be_read(family: OptionVectors) -> None:
+    """Control tokens by kind; a state that spells one holds none."""
+    controls = family.tokenizer.controls
+    questions = {
+        "n": {"type": "noul", "instructions": "?"},
+        "c": TEAM,
+        "s": {"type": "score", "criteria": ["low", "high"]},
+    }
+    rendered = family.render(parse_request({"state": "<|read|> x", "questions": questions}))
+    kinds = ["<|noul|>", "<|choice|>", "<|score|>"]
+    ids = set(controls.values())
+    for prompt, kind in zip(rendered.prompts, kinds, strict=False):
+        found = [int(t) for t in prompt if int(t) in ids]
+        assert found == [controls["<|state|>"], controls[kind], controls["<|read|>"]]
+    for prompt in rendered.prompts[3:]:
+        assert (prompt[0], prompt[-1]) == (controls["<|option|>"], controls["<|read|>"])
+
+
+def test_the_cache_drops_the_least_recently_used() -> None:
+    """And tells weights apart."""
+    cache = VectorCache(2)
+    for text in "ab":
+        cache.put("w", text, None)  # type: ignore[arg-type]
+    cache.put("w", "a", "kept")  # type: ignore[arg-type]
+    cache.put("w", "c", "new")  # type: ignore[arg-type]
+    assert cache.get("w", "b") is None
+    assert cache.get("w", "a") == "kept"
+    assert cache.get("other", "a") is None
