@@ -1,0 +1,204 @@
+"""Which prefixes are in the pool: a trie over grains, one root a tenant, checkpoints at its nodes.
+
+Pure: it deals in token ids and in numbers of pages and slots, and says which of them it takes and
+gives up; the pool's counts are the caller's. A node stands for one grain of a prefix and names the
+page of its keys and values. A *checkpoint* at a node names the slot of the state after it. Nodes
+exist only on the way to checkpoints, so every page the index holds is needed to resume from one.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flide_engine.config import GRAIN
+from flide_engine.layout.plan import Ints
+
+Tokens = NDArray[np.int32]
+
+
+def grain_keys(tokens: Tokens) -> list[bytes]:
+    """One 16-byte key a whole grain, each covering everything before it as well."""
+    keys, parent = [], b""
+    data = np.ascontiguousarray(tokens, np.int32).tobytes()
+    for at in range(0, len(tokens) // GRAIN * GRAIN * 4, GRAIN * 4):
+        parent = hashlib.blake2b(parent + data[at : at + GRAIN * 4], digest_size=16).digest()
+        keys.append(parent)
+    return keys
+
+
+@dataclass(eq=False)
+class _Grain:
+    """One grain of a prefix."""
+
+    parent: "_Grain | None"
+    key: bytes
+    tokens: bytes
+    page: int
+    children: dict[bytes, "_Grain"] = field(default_factory=dict)
+    checkpoint: "Checkpoint | None" = None
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """A prefix one can resume from.
+
+    tenant: whose it is. position: tokens before it. slot: of its recurrent state. used: when it was
+    last taken or resumed from. hits: how often it was resumed from. locks: by how many it is in
+    use. name: what its state goes by (a session, a trajectory), or "". pinned: never evicted.
+    """
+
+    tenant: str
+    position: int
+    slot: int
+    used: float
+    hits: int = 0
+    locks: int = 0
+    name: str = ""
+    pinned: bool = False
+    _grain: _Grain | None = None
+
+
+@dataclass(frozen=True)
+class Match:
+    """What the index knows of a prompt: its longest checkpoint, and how many tokens of it were
+    seen.
+
+    pages [position / 64]: of the checkpoint's prefix, empty without one. agreed: tokens, a multiple
+    of 64, that some earlier prompt had in common with this one.
+    """
+
+    checkpoint: Checkpoint | None
+    pages: Ints
+    agreed: int
+
+
+@dataclass(frozen=True)
+class Freed:
+    """Pages and slots that the index gave up: each was held once by it."""
+
+    pages: Ints
+    slots: Ints
+
+
+class PrefixIndex:
+    """Checkpoints by tenant and tokens. One thread uses it; nothing here locks."""
+
+    def __init__(self) -> None:
+        self._roots: dict[str, _Grain] = {}
+        self._checkpoints: dict[int, Checkpoint] = {}  # by slot
+
+    def __len__(self) -> int:
+        return len(self._checkpoints)
+
+    def __iter__(self) -> Iterator[Checkpoint]:
+        return iter(self._checkpoints.values())
+
+    def match(self, tenant: str, tokens: Tokens, keys: Sequence[bytes], limit: int) -> Match:
+        """The longest checkpoint of a prompt at no more than `limit` tokens.
+
+        keys: `grain_keys(tokens)`. Tokens are compared on every hit: a key alone proves nothing.
+        """
+        at, path = self._roots.get(tenant), [0] * 0
+        found, count, agreed = None, 0, 0
+        data = np.ascontiguousarray(tokens, np.int32)
+        for i, key in enumerate(keys[: limit // GRAIN]):
+            at = at.children.get(key) if at else None
+            if at is None or at.tokens != data[GRAIN * i : GRAIN * (i + 1)].tobytes():
+                break
+            path.append(at.page)
+            agreed = GRAIN * (i + 1)
+            if at.checkpoint is not None:
+                found, count = at.checkpoint, i + 1
+        return Match(found, np.array(path[:count], np.int32), agreed)
+
+    def insert(
+        self, tenant: str, tokens: Tokens, keys: Sequence[bytes], pages: Ints, slot: int, now: float
+    ) -> tuple[Checkpoint, Ints, bool]:
+        """A checkpoint after `len(pages)` grains of a prompt: (it, pages taken, whether `slot`
+        was).
+
+        Pages of grains that are known already are not taken, nor is the slot where a checkpoint
+        stands: what is there holds the same.
+        """
+        at = self._roots.setdefault(tenant, _Grain(None, b"", b"", -1))
+        data = np.ascontiguousarray(tokens, np.int32)
+        taken = []
+        for i, page in enumerate(pages):
+            child = at.children.get(keys[i])
+            text = data[GRAIN * i : GRAIN * (i + 1)].tobytes()
+            if child is None:
+                child = at.children[keys[i]] = _Grain(at, keys[i], text, int(page))
+                taken.append(int(page))
+            at = child
+        if at.checkpoint is not None:
+            at.checkpoint.used = now
+            return at.checkpoint, np.array(taken, np.int32), False
+        made = Checkpoint(tenant, GRAIN * len(pages), slot, now, _grain=at)
+        at.checkpoint = self._checkpoints[slot] = made
+        return made, np.array(taken, np.int32), True
+
+    def pages_of(self, checkpoint: Checkpoint) -> Ints:
+        """Pages of a checkpoint's prefix, in order."""
+        return np.array([grain.page for grain in _path(checkpoint)], np.int32)
+
+    def tokens_of(self, checkpoint: Checkpoint) -> Tokens:
+        """Tokens of a checkpoint's prefix."""
+        return np.frombuffer(b"".join(grain.tokens for grain in _path(checkpoint)), np.int32)
+
+    def remove(self, checkpoint: Checkpoint) -> Freed:
+        """Takes a checkpoint out, and the pages that only it needed. It must not be locked."""
+        assert checkpoint.locks == 0, "a checkpoint in use was removed"
+        at = checkpoint._grain
+        assert at is not None
+        del self._checkpoints[checkpoint.slot]
+        at.checkpoint = None
+        pages = []
+        while at.parent is not None and at.checkpoint is None and not at.children:
+            pages.append(at.page)
+            del at.parent.children[at.key]
+            at = at.parent
+        if at.parent is None and not at.children:
+            del self._roots[checkpoint.tenant]
+        return Freed(np.array(pages, np.int32), np.array([checkpoint.slot], np.int32))
+
+    def worth(self, checkpoint: Checkpoint, now: float) -> float:
+        """Tokens saved a second of disuse and a page of memory: the lowest is evicted first.
+
+        A checkpoint saves the tokens since the next one before it: those after that would be
+        computed again if it went.
+        """
+        saved, own = 0, 0
+        at = checkpoint._grain
+        shared = bool(at and at.children)
+        while at is not None and at.parent is not None:
+            saved += GRAIN
+            at = at.parent
+            if at.checkpoint is not None:
+                break
+        own = 0 if shared else saved // GRAIN
+        age = max(now - checkpoint.used, 0.0) + 1.0
+        return saved * (1 + checkpoint.hits) / (age * (own + SLOT_PAGES))
+
+    def evict(self, now: float) -> Freed | None:
+        """Removes the least worthy checkpoint that is neither locked nor pinned; None if there is
+        none.
+        """
+        free = [c for c in self._checkpoints.values() if not c.locks and not c.pinned]
+        return self.remove(min(free, key=lambda c: self.worth(c, now))) if free else None
+
+
+SLOT_PAGES = 25
+"""What a slot weighs in pages when checkpoints are compared (0.8B: 25 pages of 0.79 MB)."""
+
+
+def _path(checkpoint: Checkpoint) -> list[_Grain]:
+    """Grains of a checkpoint's prefix, first one first."""
+    found: list[_Grain] = []
+    at = checkpoint._grain
+    while at is not None and at.parent is not None:
+        found.append(at)
+        at = at.parent
+    return found[::-1]
