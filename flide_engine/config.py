@@ -51,13 +51,16 @@ class EngineConfig(BaseModel):
         None,
         gt=0,
         description="Memory for KV pages, recurrent and convolution states; none: what the longest"
-        " prompt and one round need, with 64 states.",
+        " prompt and one round need, and 256 MiB for checkpoints.",
     )
     slot_share: float = Field(
         0.25,
         gt=0,
         lt=1,
         description="Part of pool_bytes that holds recurrent and convolution states.",
+    )
+    keep_checkpoints: bool = Field(
+        True, description="Whether states are kept for later requests that begin alike."
     )
     option_cache_entries: int = Field(
         65536, ge=0, description="Option vectors kept across requests (option-vector families)."

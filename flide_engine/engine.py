@@ -7,39 +7,37 @@ forward pass, readout) -> finish (the rendering threads) -> the future.
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 
 from flide_engine.api import DecisionRequest, DecisionResponse, Usage
+from flide_engine.cache.index import grain_keys
+from flide_engine.cache.marks import MarkPolicy
 from flide_engine.cache.pool import Accounting, Pool, split_budget
+from flide_engine.checkpoints import Checkpoints, Counters
 from flide_engine.config import GRAIN, EngineConfig
 from flide_engine.errors import (
     ConfigError,
     DeadlineExceeded,
-    EngineError,
     Fault,
-    FlideError,
     InvalidRequest,
     NotReady,
     Overloaded,
-    PoolExhausted,
-    RoundFailed,
     TooManyTokens,
     UnknownModel,
     as_faults,
 )
 from flide_engine.families.base import ModelCard, Rendered
 from flide_engine.families.registry import load_family
-from flide_engine.layout.buckets import cut_replays
-from flide_engine.layout.plan import Anchor
 from flide_engine.layout.state_shape import StateShape
+from flide_engine.loop import RoundLoop, fail
 from flide_engine.models.registry import load_model
 from flide_engine.models.weights import weights_hash
-from flide_engine.readout import read_values
 from flide_engine.resolve import locate, resolve_device, resolve_dtype, resolve_kernels
 from flide_engine.runner import Runner
 from flide_engine.scheduler import Scheduler
@@ -50,8 +48,11 @@ log = logging.getLogger(__name__)
 ALIASES = ("jev-latest",)
 """Model names that every client sends and that mean whatever is served."""
 
-MIN_SLOTS = 64
-"""Recurrent states of a pool without a byte budget."""
+MIN_SLOTS = 16
+"""Recurrent states of a pool without a byte budget, before those of checkpoints."""
+
+CHECKPOINT_BYTES = 128 << 20
+"""Bytes for checkpoints' pages, and as many for their states, in a pool without a byte budget."""
 
 
 class Engine:
@@ -76,16 +77,19 @@ class Engine:
         )
         self._check(model.vocab_size, vocab, model.max_positions)
         pool = Pool(model.state_shape, *self._pool_size(model.state_shape, dtype), dtype, device)
-        self._runner = Runner(model, pool, config.fork, device, tile)
-        self._scheduler: Scheduler[RequestWork] = Scheduler(
-            config.max_round_tokens, config.max_queued_tokens
-        )
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._closed = False
         self._rendering = 0
         self._threads = ThreadPoolExecutor(config.render_threads, "flide-render")
-        self._loop = threading.Thread(target=self._run, name="flide-engine", daemon=True)
-        self._loop.start()
+        self._checkpoints = Checkpoints(pool, MarkPolicy(), config.keep_checkpoints, clock)
+        self._loop = RoundLoop(
+            Runner(model, pool, config.fork, device, tile),
+            Scheduler(config.max_round_tokens, config.max_queued_tokens),
+            self._checkpoints,
+            config.max_round_tokens,
+            clock,
+            self._hand_over,
+        )
         log.info(
             "engine ready: model %s (%s), weights %s, %s on %s, pool %s",
             self.card.name, folder, self.weights_hash, dtype, device, pool.accounting(),
@@ -111,42 +115,49 @@ class Engine:
             raise DeadlineExceeded(timeout or 0.0) from None
 
     def submit(
-        self, request: DecisionRequest | dict[str, Any], timeout: float | None = None
+        self,
+        request: DecisionRequest | dict[str, Any],
+        timeout: float | None = None,
+        tenant: str = "",
     ) -> "Future[DecisionResponse]":
         """A future of the answers; cancelling it before its round begins saves the work.
 
-        Errors of the request come through the future. Raises NotReady if the engine is closed,
-        Overloaded if too many requests wait.
+        tenant: whose checkpoints it may use and leave. Errors of the request come through the
+        future. Raises NotReady if the engine is closed, Overloaded if too many requests wait.
         """
         future: Future[DecisionResponse] = Future()
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise NotReady("the engine is closed")
-            waiting, limit = (
-                self._rendering + len(self._scheduler),
-                self.config.max_waiting_requests,
-            )
+            waiting, limit = self._rendering + self._loop.waiting, self.config.max_waiting_requests
             if waiting >= limit:
-                retry = self._scheduler.retry_after_ms()
+                retry = self._loop.retry_after_ms()
                 raise Overloaded(waiting, "requests", limit, "max_waiting_requests", retry)
             self._rendering += 1
-            self._threads.submit(self._render, request, future, timeout, self._clock())
+        self._threads.submit(self._render, request, future, timeout, self._clock(), tenant)
         return future
 
     def accounting(self) -> Accounting:
         """Bytes of the pool held and in all."""
-        return self._runner.accounting()
+        return self._loop.accounting()
+
+    def counters(self) -> Counters:
+        """Tokens asked for, found in checkpoints and computed, since the start."""
+        return replace(self._checkpoints.counters)
+
+    def drop_checkpoints(self) -> None:
+        """Forgets every checkpoint that no request is using."""
+        self._loop.call(self._checkpoints.drop_all)
 
     def is_alive(self) -> bool:
         """Whether the engine's thread runs."""
-        return self._loop.is_alive() and not self._closed
+        return self._loop.is_alive
 
     def close(self) -> None:
         """Stops: work that waits fails with NotReady, a running round finishes."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
-        self._loop.join()
+        self._loop.close()
         self._threads.shutdown()
 
     def _render(
@@ -155,25 +166,19 @@ class Engine:
         future: "Future[DecisionResponse]",
         timeout: float | None,
         asked: float,
+        tenant: str,
     ) -> None:
         try:
-            work = None
             if not future.cancelled():
                 rendered = self._prepare(parse_request(request))
-                replays = cut_replays(rendered.prompts, self.config.max_round_tokens)
+                keys = grain_keys(rendered.prompts[0][: rendered.state_tokens])
                 deadline = None if timeout is None else asked + timeout
-                work = RequestWork(rendered, future, deadline, timeout, replays)
-            with self._changed:
-                if work is not None:
-                    if self._closed:
-                        raise NotReady("the engine is closed")
-                    self._scheduler.add(work)
+                self._loop.add(RequestWork(rendered, future, deadline, timeout, tenant, keys))
         except BaseException as error:
-            _fail(future, error)
+            fail(future, error)
         finally:
-            with self._changed:
+            with self._lock:
                 self._rendering -= 1
-                self._changed.notify_all()
 
     def _prepare(self, request: DecisionRequest) -> Rendered:
         """The request's prompts, within the limits. Raises RequestError."""
@@ -202,6 +207,9 @@ class Engine:
             )
         return rendered
 
+    def _hand_over(self, work: RequestWork) -> None:
+        self._threads.submit(self._finish, work)
+
     def _finish(self, work: RequestWork) -> None:
         try:
             values = [work.values[i] for i in range(len(work.rendered.reads))]
@@ -209,113 +217,10 @@ class Engine:
             usage = Usage(input_tokens=work.rendered.input_tokens, output_tokens=len(answers))
             response = DecisionResponse(model=self.card.name, usage=usage, answers=answers)
         except BaseException as error:
-            _fail(work.future, error)
+            fail(work.future, error)
             return
         if work.future.set_running_or_notify_cancel():
             work.future.set_result(response)
-
-    def _run(self) -> None:
-        taken: list[RequestWork] = []
-        try:
-            self._serve(taken)
-        except BaseException as error:
-            log.exception("the engine's thread stops")
-            with self._changed:
-                self._closed = True
-                waiting = self._scheduler.drain()
-            for work in (*taken, *waiting):
-                if not work.future.done():
-                    _fail(work.future, RoundFailed(f"{type(error).__name__}: {error}"))
-
-    def _serve(self, taken: list[RequestWork]) -> None:
-        """Runs rounds until the engine is closed; `taken` is the work of the round at hand."""
-        while True:
-            with self._changed:
-                while not len(self._scheduler) and not self._closed:
-                    self._changed.wait()
-                if self._closed:
-                    waiting = self._scheduler.drain()
-                    break
-                taken[:], gone = self._scheduler.next_round(self._clock())
-            self._leave(gone, None)
-            if taken:
-                self._round(taken)
-        self._leave(waiting, NotReady("the engine is closed"))
-
-    def _leave(self, works: Sequence[RequestWork], error: FlideError | None) -> None:
-        for work in works:
-            self._forget(work)
-            _fail(work.future, error or DeadlineExceeded(work.timeout or 0.0))
-
-    def _round(self, works: list[RequestWork]) -> None:
-        """Runs one round; if it fails, each request alone, so that a bad one fails alone."""
-        began = self._clock()
-        try:
-            result = self._runner.run([work.job() for work in works])
-        except PoolExhausted as error:
-            self._shrink(works, error)
-            return
-        except Exception as error:
-            if len(works) == 1:
-                log.exception("a round of one request failed")
-                self._forget(works[0])
-                _fail(works[0].future, RoundFailed(f"{type(error).__name__}: {error}"))
-                return
-            log.warning("a round of %d requests failed, retrying each alone: %s", len(works), error)
-            for work in works:
-                self._round([work])
-            return
-        self._scheduler.observe(sum(w.tokens for w in works), self._clock() - began)
-        at = 0
-        for work, checkpoints in zip(works, result.checkpoints, strict=True):
-            reads = work.reads()
-            self._advance(work, reads, result.hidden[at : at + len(reads)], checkpoints)
-            at += len(reads)
-
-    def _shrink(self, works: list[RequestWork], error: PoolExhausted) -> None:
-        """A round did not fit the pool: half of it waits; a lone request fails."""
-        if len(works) == 1:
-            self._forget(works[0])
-            _fail(works[0].future, error)
-            return
-        half = (len(works) + 1) // 2
-        with self._changed:
-            self._scheduler.put_back(works[half:], front=True)
-        self._round(works[:half])
-
-    def _advance(
-        self,
-        work: RequestWork,
-        reads: list[int],
-        hidden: torch.Tensor,
-        checkpoints: tuple[Anchor, ...],
-    ) -> None:
-        for anchor in checkpoints:
-            work.anchors[work.at] = anchor
-        try:
-            asked = [work.rendered.reads[i] for i in reads]
-            values = read_values(hidden, asked, self._runner.model.output_head)
-        except EngineError as error:
-            self._forget(work)
-            _fail(work.future, error)
-            return
-        work.values.update(zip(reads, values, strict=True))
-        work.at += 1
-        for anchor in work.spent_anchors():
-            self._runner.drop(anchor)
-        if work.at < len(work.replays):
-            with self._changed:
-                self._scheduler.put_back([work])
-            return
-        self._forget(work)
-        self._threads.submit(self._finish, work)
-
-    def _forget(self, work: RequestWork) -> None:
-        for anchor in work.anchors.values():
-            self._runner.drop(anchor)
-        work.anchors.clear()
-        with self._changed:
-            self._scheduler.finished(work)
 
     def _check(self, rows: int, vocab: int, positions: int) -> None:
         if vocab > rows:
@@ -333,7 +238,9 @@ class Engine:
         config = self.config
         needed = (config.max_prompt_tokens + config.max_round_tokens) // GRAIN + 1
         if config.pool_bytes is None:
-            return needed, MIN_SLOTS
+            size = dtype.itemsize
+            pages = needed + CHECKPOINT_BYTES // max(1, shape.page_bytes(size))
+            return pages, MIN_SLOTS + CHECKPOINT_BYTES // max(1, shape.slot_bytes(size))
         pages, slots = split_budget(shape, config.pool_bytes, config.slot_share, dtype)
         if needed > pages:
             raise ConfigError(
@@ -354,9 +261,3 @@ def parse_request(request: DecisionRequest | dict[str, Any]) -> DecisionRequest:
         raise InvalidRequest(as_faults(error.errors(), ("body",))) from None
     except RecursionError as error:
         raise InvalidRequest((Fault(("body",), "nested too deeply"),)) from error
-
-
-def _fail(future: "Future[DecisionResponse]", error: BaseException) -> None:
-    """Hands an error to whoever still waits; one who has left is not told."""
-    if future.set_running_or_notify_cancel():
-        future.set_exception(error)

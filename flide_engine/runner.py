@@ -55,7 +55,8 @@ class Runner:
         try:
             plan, checkpoints = layout.bind(pages, slots)
             hidden = self.model.forward(self._stream(plan), self._pool.tensors)
-            self._hold(checkpoints)
+            for anchor in (a for marks in checkpoints for a in marks):
+                self.hold(anchor)
         finally:
             self._pool.pages.release(pages)
             self._pool.slots.release(slots)
@@ -71,10 +72,10 @@ class Runner:
         self._last = tables
         return tables.stream
 
-    def _hold(self, checkpoints: tuple[tuple[Anchor, ...], ...]) -> None:
-        for anchor in (a for marks in checkpoints for a in marks):
-            self._pool.pages.retain(anchor.pages)
-            self._pool.slots.retain(_slot(anchor))
+    def hold(self, anchor: Anchor) -> None:
+        """One more holder of a checkpoint, who will `drop` it."""
+        self._pool.pages.retain(anchor.pages)
+        self._pool.slots.retain(_slot(anchor))
 
     def drop(self, anchor: Anchor) -> None:
         """Gives up a checkpoint; its pages and slot are free once nobody else holds them."""

@@ -6,7 +6,7 @@ goes to the back of the queue between two of them, so that short requests run be
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from flide_engine.errors import Overloaded
@@ -52,6 +52,9 @@ class Scheduler(Generic[W]):
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    def __iter__(self) -> Iterator[W]:
+        return iter(self._queue)
 
     @property
     def queued_tokens(self) -> int:

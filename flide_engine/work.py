@@ -1,81 +1,137 @@
-"""A request on its way through the engine: the pieces it is run in, and what has been read so
-far.
-"""
+"""A request on its way through the engine: its pieces, and what has been read so far."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flide_engine.api import DecisionResponse
+from flide_engine.cache.index import Checkpoint
 from flide_engine.families.base import Rendered
-from flide_engine.layout.buckets import Replay
-from flide_engine.layout.plan import Anchor, Mark
-from flide_engine.layout.stream import Job
-from flide_engine.layout.tree import build_forest
+from flide_engine.layout.buckets import Replay, cut_replays
+from flide_engine.layout.plan import Anchor
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What a request may start from: a checkpoint of its state, locked for it, and its pool
+    numbers.
+    """
+
+    checkpoint: Checkpoint
+    anchor: Anchor
 
 
 @dataclass(eq=False)
 class RequestWork:
-    """One request. Only the engine's thread uses it once it is queued.
+    """One request. Only the engine's thread changes it once it is queued.
 
-    replays: its pieces, `at` the next one. anchors: checkpoints held between pieces, by the piece
-    that took them. values: by read. deadline: on the engine's clock; timeout: the seconds it came
-    from.
+    tenant: whose checkpoints it may use. keys: `grain_keys` of its first prompt. deadline: on the
+    engine's clock; timeout: the seconds it came from. resume: the checkpoint it starts from. marks:
+    positions in its state where checkpoints are wanted. replays: its pieces; steps: which of them
+    go into one round together, `at` the next one; empty until it is planned. anchors: checkpoints
+    held between pieces, by the piece that took them. values: by read. seen: version of the index it
+    was planned with.
     """
 
     rendered: Rendered
     future: "Future[DecisionResponse]"
     deadline: float | None
     timeout: float | None
-    replays: list[Replay]
+    tenant: str
+    keys: list[bytes]
+    resume: Resume | None = None
+    marks: tuple[int, ...] = ()
+    replays: list[Replay] = field(default_factory=list)
+    steps: list[tuple[int, ...]] = field(default_factory=list)
     at: int = 0
     anchors: dict[int, Anchor] = field(default_factory=dict)
-    values: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # by read
+    values: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    seen: int = -1
 
     @property
     def tokens(self) -> int:
-        """New tokens of the next piece."""
-        return self.replays[self.at].tokens
+        """New tokens of the next step; all of them until it is planned."""
+        if not self.steps:
+            return self.rendered.input_tokens
+        return sum(self.replays[i].tokens for i in self.steps[self.at])
 
     @property
     def waiting_tokens(self) -> int:
-        """New tokens of all pieces to come."""
-        return sum(replay.tokens for replay in self.replays[self.at :])
+        """New tokens of all steps to come."""
+        if not self.steps:
+            return self.rendered.input_tokens
+        return sum(self.replays[i].tokens for step in self.steps[self.at :] for i in step)
 
     @property
     def is_long(self) -> bool:
         """Whether it takes several rounds."""
-        return len(self.replays) > 1
+        return len(self.steps) > 1
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every piece has run."""
+        return bool(self.steps) and self.at == len(self.steps)
 
     def is_gone(self, now: float) -> bool:
         """Whether its caller has left or its deadline has passed."""
         return self.future.cancelled() or (self.deadline is not None and now > self.deadline)
 
-    def job(self) -> Job:
-        """The next piece as a job of a round."""
-        replay = self.replays[self.at]
-        anchor = self.anchors.get(replay.resumes)
-        texts = [self.rendered.prompts[i] for i in replay.prompts]
-        if replay.stop is None:
-            return Job(build_forest(texts, replay.start), anchor)
-        trunk = build_forest([texts[0][: replay.stop]], replay.start)
-        return Job(trunk, anchor, (Mark(0, replay.stop),), reads=False)
+    def plan(self, resume: Resume | None, marks: Sequence[int], limit: int, version: int) -> None:
+        """Cuts it into pieces of at most `limit` tokens, questions about the state from `resume`
+        on.
+        """
+        prompts, count = self.rendered.prompts, self.rendered.state_prompts
+        start = resume.anchor.position if resume else 0
+        self.resume, self.marks, self.seen = resume, tuple(marks), version
+        self.replays = cut_replays(prompts[:count], limit, start)
+        offset = len(self.replays)
+        if count < len(prompts):
+            self.replays += [
+                replace(
+                    piece,
+                    prompts=tuple(p + count for p in piece.prompts),
+                    resumes=piece.resumes + offset if piece.resumes >= 0 else -1,
+                )
+                for piece in cut_replays(prompts[count:], limit)
+            ]
+        self.steps = _steps(self.replays, limit)
 
-    def reads(self) -> list[int]:
-        """Indices of the reads that the next piece gives, in the order of its prompts."""
-        replay = self.replays[self.at]
+    def anchor(self, piece: int) -> Anchor | None:
+        """The checkpoint a piece resumes from."""
+        replay = self.replays[piece]
+        if replay.resumes >= 0:
+            return self.anchors[replay.resumes]
+        return self.resume.anchor if self.resume and replay.start else None
+
+    def reads(self, piece: int) -> list[int]:
+        """Indices of the reads that a piece gives, in the order of its prompts."""
+        replay = self.replays[piece]
         if replay.stop is not None:
             return []
-        return [
-            i
-            for p in replay.prompts
-            for i, read in enumerate(self.rendered.reads)
-            if read.prompt == p
-        ]
+        every = enumerate(self.rendered.reads)
+        by_prompt: dict[int, list[int]] = {}
+        for i, read in every:
+            by_prompt.setdefault(read.prompt, []).append(i)
+        return [i for p in replay.prompts for i in by_prompt.get(p, [])]
 
     def spent_anchors(self) -> list[Anchor]:
         """Checkpoints that no piece to come resumes from; they are the caller's to drop."""
-        needed = {replay.resumes for replay in self.replays[self.at :]}
+        needed = {self.replays[i].resumes for step in self.steps[self.at :] for i in step}
         return [self.anchors.pop(i) for i in list(self.anchors) if i not in needed]
+
+
+def _steps(replays: list[Replay], limit: int) -> list[tuple[int, ...]]:
+    """Pieces in order, as many in a step as fit and do not resume from each other."""
+    steps: list[list[int]] = []
+    room = 0
+    for i, replay in enumerate(replays):
+        if steps and replay.tokens <= room and replay.resumes not in steps[-1]:
+            steps[-1].append(i)
+            room -= replay.tokens
+        else:
+            steps.append([i])
+            room = limit - replay.tokens
+    return [tuple(step) for step in steps]

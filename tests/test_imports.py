@@ -13,7 +13,8 @@ LEVELS = [
     {"layout", "kernels", "families"},
     {"cache", "models"},
     {"scheduler", "device_plan", "readout", "resolve", "work"},
-    {"runner", "graphs"},
+    {"runner", "graphs", "rounds", "checkpoints"},
+    {"loop"},
     {"engine"},
 ]
 ONLY = {

@@ -47,14 +47,24 @@ class Rendered:
 
     prompts: whole prompts, one token list each. reads: what is read of them. input_tokens: the
     state once and each question and option once. longest_prompt: tokens of the longest prompt.
-    note: the family's own, handed back to `finish`.
+    state_prompts: how many of the first prompts are questions about the state. state_tokens: how
+    many tokens they begin with that will still begin them when the state has grown. turns: token
+    positions in the state where it may be cut, ascending. note: the family's own, handed back to
+    `finish`.
     """
 
     prompts: tuple[Tokens, ...]
     reads: tuple[Read, ...]
     input_tokens: int
     longest_prompt: int
+    state_prompts: int
+    state_tokens: int
     note: Any
+    turns: tuple[int, ...] = ()
+
+
+UNSETTLED_TOKENS = 8
+"""Last tokens of a state that text after it may change: a word is merged with what follows it."""
 
 
 @dataclass(frozen=True)

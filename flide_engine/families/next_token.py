@@ -24,6 +24,7 @@ from flide_engine.api import (
 )
 from flide_engine.errors import ConfigError, Fault, InvalidRequest
 from flide_engine.families.base import (
+    UNSETTLED_TOKENS,
     Floats,
     ModelCard,
     Read,
@@ -86,7 +87,13 @@ class NextToken:
         shared = _shared(prompts)
         tokens = shared + sum(len(p) - shared for p in prompts)
         return Rendered(
-            tuple(prompts), tuple(reads), tokens, max(map(len, prompts)), request.questions
+            tuple(prompts),
+            tuple(reads),
+            input_tokens=tokens,
+            longest_prompt=max(map(len, prompts)),
+            state_prompts=len(prompts),
+            state_tokens=max(0, (len(head) if cut else 0) - UNSETTLED_TOKENS),
+            note=request.questions,
         )
 
     def finish(self, rendered: Rendered, values: Sequence[Floats]) -> dict[str, Answer]:

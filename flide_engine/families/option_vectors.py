@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 from flide_engine.api import Answer, Choice, DecisionRequest, Noul, Question
 from flide_engine.errors import ConfigError
 from flide_engine.families.base import (
+    UNSETTLED_TOKENS,
     Floats,
     ModelCard,
     Read,
@@ -117,7 +118,15 @@ class OptionVectors:
             reads.append(Read(len(prompts), None, f"option {text[:80]!r}"))
             prompts.append(sequence)
         note = _Note(request.questions, options, known, tuple(computed))
-        return Rendered(tuple(prompts), tuple(reads), tokens, max(map(len, prompts)), note)
+        return Rendered(
+            tuple(prompts),
+            tuple(reads),
+            input_tokens=tokens,
+            longest_prompt=max(map(len, prompts)),
+            state_prompts=len(request.questions),
+            state_tokens=max(0, len(state) - UNSETTLED_TOKENS),
+            note=note,
+        )
 
     def finish(self, rendered: Rendered, values: Sequence[Floats]) -> dict[str, Answer]:
         """See Family.finish."""

@@ -26,7 +26,8 @@ class Replay:
 
     prompts: which prompts of the request it works on.
     start: position it resumes at, a multiple of the grain; 0 starts afresh.
-    resumes: the earlier piece whose checkpoint it resumes from, or -1.
+    resumes: the earlier piece whose checkpoint it resumes from, or -1: then from what was there
+        before, or from nothing.
     stop: where its checkpoint is taken, a multiple of the grain, with nothing read; None: it runs
     every
         prompt to its end and reads it.
@@ -40,12 +41,12 @@ class Replay:
     tokens: int
 
 
-def cut_replays(prompts: Sequence[Tokens], limit: int) -> list[Replay]:
+def cut_replays(prompts: Sequence[Tokens], limit: int, start: int = 0) -> list[Replay]:
     """Pieces of at most `limit` tokens (at least two grains), in an order in which each can be run.
 
-    A request that fits is one piece. Of a longer one the common prefix is cut at grains and
-    carried from piece to piece by a checkpoint; questions that then still do not fit together are
-    divided, in order.
+    Positions before `start` are computed already. A request that fits is one piece. Of a longer one
+    the common prefix is cut at grains and carried from piece to piece by a checkpoint; questions
+    that then still do not fit together are divided, in order.
     """
     if limit < 2 * GRAIN:
         raise ValueError(f"a limit of {limit} tokens is under two grains ({2 * GRAIN})")
@@ -72,7 +73,7 @@ def cut_replays(prompts: Sequence[Tokens], limit: int) -> list[Replay]:
         cut(group[:half], start, resumes)
         cut(group[half:], start, resumes)
 
-    cut(list(range(len(prompts))), 0, -1)
+    cut(list(range(len(prompts))), start, -1)
     return pieces
 
 

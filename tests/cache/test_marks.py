@@ -17,7 +17,7 @@ def test_marks_are_legal(state: int, resumed_grains: int, agreed: int) -> None:
 
 
 def test_where_they_stand() -> None:
-    """The last grain, the point of divergence, the last turn, and doubling distances from the end."""
+    """The last grain, the point of divergence, the last turn, doubling distances from the end."""
     policy = MarkPolicy(spacing=2048)
     assert policy.positions(9000, 0, 640, [100, 8100]) == [640, 4096, 6144, 8064, 8960]
     assert policy.positions(9000, 8960) == []

@@ -104,6 +104,7 @@ def test_requests_equal_transformers(
         ]
         for state, future in futures:
             check(future.result(60), state, reference)
+        engine.drop_checkpoints()
         held = engine.accounting()
         assert held.page_bytes_held == held.slot_bytes_held == 0
     finally:
