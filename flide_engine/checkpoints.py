@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flide_engine.cache.index import Freed, PrefixIndex
+from flide_engine.cache.index import Checkpoint, Freed, PrefixIndex, grain_keys
 from flide_engine.cache.marks import MarkPolicy
-from flide_engine.cache.pool import Pool
+from flide_engine.cache.pool import Counted, Pool
+from flide_engine.cache.transfer import put_in, read, take_out
+from flide_engine.config import GRAIN
 from flide_engine.errors import PoolExhausted
-from flide_engine.layout.plan import Anchor
+from flide_engine.layout.plan import Anchor, Ints
 from flide_engine.work import RequestWork, Resume
 
 
@@ -81,7 +83,7 @@ class Checkpoints:
             return
         text = work.rendered.prompts[0]
         _, pages, slot_taken = self.index.insert(
-            work.tenant, text, work.keys, anchor.pages, anchor.slot, self._clock()
+            work.tenant, text, work.keys, anchor.pages, anchor.slot, self._clock(), work.name
         )
         self._pool.pages.retain(pages)
         if slot_taken:
@@ -97,6 +99,73 @@ class Checkpoints:
                 return False
             self._free(freed)
         return True
+
+    def export(self, tenant: str, name: str, weights: str) -> list[bytes]:
+        """A tenant's checkpoints as bytes, of one name or of all, longest first."""
+        return [
+            take_out(
+                self._pool,
+                tenant,
+                c.name,
+                self.index.tokens_of(c),
+                self.index.pages_of(c),
+                c.slot,
+                weights,
+            )
+            for c in self.of(tenant, name)
+        ]
+
+    def adopt(self, data: bytes, weights: str) -> int:
+        """Takes in a checkpoint from elsewhere: its tokens, or 0 if it was known already.
+
+        Raises CheckpointRefused, and PoolExhausted if no room can be made for it.
+        """
+        parcel = read(data, self._pool, weights)
+        keys = grain_keys(parcel.tokens)
+        match = self.index.match(parcel.tenant, parcel.tokens, keys, parcel.position)
+        if match.checkpoint is not None and match.checkpoint.position == parcel.position:
+            return 0
+        pages = self._take(self._pool.pages, parcel.position // GRAIN)
+        try:
+            slot = self._take(self._pool.slots, 1)
+        except PoolExhausted:
+            self._pool.pages.release(pages)
+            raise
+        put_in(self._pool, parcel, pages, int(slot[0]))
+        _, taken, _ = self.index.insert(
+            parcel.tenant, parcel.tokens, keys, pages, int(slot[0]), self._clock(), parcel.name
+        )
+        # pages of grains that are known already hold the same: those that came are not needed
+        self._pool.pages.release(np.setdiff1d(pages, taken).astype(np.int32))
+        self.version += 1
+        return parcel.position
+
+    def _take(self, counted: Counted, count: int) -> Ints:
+        while True:
+            try:
+                return counted.take(count)
+            except PoolExhausted as error:
+                if not self.make_room(error):
+                    raise
+
+    def of(self, tenant: str, name: str = "") -> list[Checkpoint]:
+        """A tenant's checkpoints, of one name or of all, longest first."""
+        found = [c for c in self.index if c.tenant == tenant and name in ("", c.name)]
+        return sorted(found, key=lambda c: -c.position)
+
+    def pin(self, tenant: str, name: str, pinned: bool) -> int:
+        """Keeps checkpoints from eviction, or no longer: how many."""
+        found = self.of(tenant, name)
+        for checkpoint in found:
+            checkpoint.pinned = pinned
+        return len(found)
+
+    def forget(self, tenant: str, name: str) -> int:
+        """Drops a tenant's checkpoints of that name that are not in use: how many."""
+        found = [c for c in self.of(tenant, name) if not c.locks]
+        for checkpoint in found:
+            self._free(self.index.remove(checkpoint))
+        return len(found)
 
     def drop_all(self) -> None:
         """Forgets every checkpoint that is not in use."""

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,16 @@ MIN_SLOTS = 16
 
 CHECKPOINT_BYTES = 128 << 20
 """Bytes for checkpoints' pages, and as many for their states, in a pool without a byte budget."""
+
+
+@dataclass(frozen=True)
+class StateInfo:
+    """One checkpoint: the name of its state, its tokens, how often it was resumed from."""
+
+    name: str
+    tokens: int
+    hits: int
+    pinned: bool
 
 
 class Engine:
@@ -119,10 +129,12 @@ class Engine:
         request: DecisionRequest | dict[str, Any],
         timeout: float | None = None,
         tenant: str = "",
+        name: str = "",
     ) -> "Future[DecisionResponse]":
         """A future of the answers; cancelling it before its round begins saves the work.
 
-        tenant: whose checkpoints it may use and leave. Errors of the request come through the
+        tenant: whose checkpoints it may use and leave. name: what its state goes by (a session, a
+        trajectory), to find its checkpoints again. Errors of the request come through the
         future. Raises NotReady if the engine is closed, Overloaded if too many requests wait.
         """
         future: Future[DecisionResponse] = Future()
@@ -134,7 +146,7 @@ class Engine:
                 retry = self._loop.retry_after_ms()
                 raise Overloaded(waiting, "requests", limit, "max_waiting_requests", retry)
             self._rendering += 1
-        self._threads.submit(self._render, request, future, timeout, self._clock(), tenant)
+        self._threads.submit(self._render, request, future, timeout, self._clock(), tenant, name)
         return future
 
     def accounting(self) -> Accounting:
@@ -144,6 +156,38 @@ class Engine:
     def counters(self) -> Counters:
         """Tokens asked for, found in checkpoints and computed, since the start."""
         return replace(self._checkpoints.counters)
+
+    def states(self, tenant: str = "", name: str = "") -> list[StateInfo]:
+        """What is remembered of a tenant's states, of one name or of all, longest first."""
+        found: list[StateInfo] = self._loop.call(
+            lambda: [
+                StateInfo(c.name, c.position, c.hits, c.pinned)
+                for c in self._checkpoints.of(tenant, name)
+            ]
+        )
+        return found
+
+    def pin(self, name: str, tenant: str = "", pinned: bool = True) -> int:
+        """Keeps a named state's checkpoints from eviction, or no longer: how many."""
+        return int(self._loop.call(lambda: self._checkpoints.pin(tenant, name, pinned)))
+
+    def forget(self, name: str, tenant: str = "") -> int:
+        """Drops a named state's checkpoints that no request is using: how many."""
+        return int(self._loop.call(lambda: self._checkpoints.forget(tenant, name)))
+
+    def export_state(self, name: str = "", tenant: str = "") -> list[bytes]:
+        """A tenant's checkpoints, of one name or of all, for another process with these weights."""
+        found: list[bytes] = self._loop.call(
+            lambda: self._checkpoints.export(tenant, name, self.weights_hash)
+        )
+        return found
+
+    def import_state(self, data: bytes) -> int:
+        """Takes in an exported checkpoint: its tokens, or 0 if it was known.
+
+        Raises CheckpointRefused.
+        """
+        return int(self._loop.call(lambda: self._checkpoints.adopt(data, self.weights_hash)))
 
     def drop_checkpoints(self) -> None:
         """Forgets every checkpoint that no request is using."""
@@ -167,13 +211,14 @@ class Engine:
         timeout: float | None,
         asked: float,
         tenant: str,
+        name: str,
     ) -> None:
         try:
             if not future.cancelled():
                 rendered = self._prepare(parse_request(request))
                 keys = grain_keys(rendered.prompts[0][: rendered.state_tokens])
                 deadline = None if timeout is None else asked + timeout
-                self._loop.add(RequestWork(rendered, future, deadline, timeout, tenant, keys))
+                self._loop.add(RequestWork(rendered, future, deadline, timeout, tenant, name, keys))
         except BaseException as error:
             fail(future, error)
         finally:

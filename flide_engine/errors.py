@@ -17,6 +17,7 @@ statuses.
         NonFiniteOutput         the model produced NaN or infinity for this request
         RoundFailed             the forward pass of this request failed
         PoolExhausted           a round needs more pages or slots than are free
+        CheckpointRefused       a checkpoint from elsewhere is damaged or of other weights
       SetupError              the engine cannot start
         ConfigError             options contradict each other or the machine
         WeightsError            a checkpoint folder lacks tensors, has unknown ones, or has wrong
@@ -198,6 +199,17 @@ class PoolExhausted(EngineError):
 
     def __str__(self) -> str:
         return f"{self.needed} {self.kind} needed, {self.free} of {self.total} free (pool_bytes)"
+
+
+class CheckpointRefused(EngineError):
+    """A checkpoint from elsewhere cannot be used here."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+    def __str__(self) -> str:
+        return f"checkpoint refused: {self.reason} ({self.detail})"
 
 
 class SetupError(FlideError):

@@ -28,12 +28,12 @@ class Resume:
 class RequestWork:
     """One request. Only the engine's thread changes it once it is queued.
 
-    tenant: whose checkpoints it may use. keys: `grain_keys` of its first prompt. deadline: on the
-    engine's clock; timeout: the seconds it came from. resume: the checkpoint it starts from. marks:
-    positions in its state where checkpoints are wanted. replays: its pieces; steps: which of them
-    go into one round together, `at` the next one; empty until it is planned. anchors: checkpoints
-    held between pieces, by the piece that took them. values: by read. seen: version of the index it
-    was planned with.
+    tenant: whose checkpoints it may use. name: what its state goes by, or "". keys: `grain_keys` of
+    its first prompt. deadline: on the engine's clock; timeout: the seconds it came from. resume:
+    the checkpoint it starts from. marks: positions in its state where checkpoints are wanted.
+    replays: its pieces; steps: which of them go into one round together, `at` the next one; empty
+    until it is planned. anchors: checkpoints held between pieces, by the piece that took them.
+    values: by read. seen: version of the index it was planned with.
     """
 
     rendered: Rendered
@@ -41,6 +41,7 @@ class RequestWork:
     deadline: float | None
     timeout: float | None
     tenant: str
+    name: str
     keys: list[bytes]
     resume: Resume | None = None
     marks: tuple[int, ...] = ()

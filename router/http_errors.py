@@ -6,6 +6,7 @@ from typing import Any
 from flide_engine.errors import (
     AuthenticationFailed,
     BodyTooLarge,
+    CheckpointRefused,
     ConfigError,
     DeadlineExceeded,
     FlideError,
@@ -34,6 +35,7 @@ STATUS: dict[type[FlideError], int] = {
     NonFiniteOutput: 500,
     RoundFailed: 500,
     PoolExhausted: 503,
+    CheckpointRefused: 409,
     ConfigError: 500,
     WeightsError: 500,
 }

@@ -24,6 +24,7 @@ EXAMPLES: dict[type[FlideError], FlideError] = {
         errors.NonFiniteOutput("question 'q'"),
         errors.RoundFailed("ValueError: x"),
         errors.PoolExhausted("pages", 9, 3, 8),
+        errors.CheckpointRefused("it is damaged", "the checksum does not agree"),
         errors.ConfigError("no"),
         errors.WeightsError("folder", tuple(f"missing {i}" for i in range(10))),
     )

@@ -115,7 +115,14 @@ class PrefixIndex:
         return Match(found, np.array(path[:count], np.int32), agreed)
 
     def insert(
-        self, tenant: str, tokens: Tokens, keys: Sequence[bytes], pages: Ints, slot: int, now: float
+        self,
+        tenant: str,
+        tokens: Tokens,
+        keys: Sequence[bytes],
+        pages: Ints,
+        slot: int,
+        now: float,
+        name: str = "",
     ) -> tuple[Checkpoint, Ints, bool]:
         """A checkpoint after `len(pages)` grains of a prompt: (it, pages taken, whether `slot`
         was).
@@ -136,7 +143,7 @@ class PrefixIndex:
         if at.checkpoint is not None:
             at.checkpoint.used = now
             return at.checkpoint, np.array(taken, np.int32), False
-        made = Checkpoint(tenant, GRAIN * len(pages), slot, now, _grain=at)
+        made = Checkpoint(tenant, GRAIN * len(pages), slot, now, name=name, _grain=at)
         at.checkpoint = self._checkpoints[slot] = made
         return made, np.array(taken, np.int32), True
 

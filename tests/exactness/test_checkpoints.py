@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from flide_engine import DecisionResponse, Engine, EngineConfig
+from flide_engine.errors import CheckpointRefused
 
 TOLERANCE = 5e-6
 """Largest difference of a probability of the embedded model, in float32."""
@@ -175,3 +176,66 @@ def test_real_trajectories(engine: Engine, plain: Engine) -> None:
             same(engine.decide(request), plain.decide(request))
     counters = engine.counters()
     assert counters.reused > 0.5 * counters.asked
+
+
+def test_another_process_resumes_from_an_export(engine: Engine, plain: Engine) -> None:
+    """Exported, imported elsewhere, asked there: the same answer for a grain of computation."""
+    state = "A journey. " + "".join(LINES[:30])
+    request = ask(state, NOUL, KIND)
+    first = engine.submit(request, name="agent-7").result(60)
+    parcels = engine.export_state("agent-7")
+    assert [info.name for info in engine.states()] == ["agent-7"] * len(parcels)
+    other = Engine(EngineConfig())
+    try:
+        for data in parcels:
+            assert other.import_state(data) > 0
+            assert other.import_state(data) == 0
+        same(other.decide(request), first)
+        same(other.decide(ask(state + LINES[30], NOUL)), plain.decide(ask(state + LINES[30], NOUL)))
+        assert other.counters().computed < 350
+        assert other.states(name="agent-7")[0].hits > 0
+        other.drop_checkpoints()
+        held = other.accounting()
+        assert held.page_bytes_held == held.slot_bytes_held == 0
+    finally:
+        other.close()
+
+
+def test_foreign_and_damaged_parcels_are_refused(engine: Engine, checkpoint: Path) -> None:
+    """Other weights, a flipped bit, a cut end, no parcel at all: refused, and nothing is taken."""
+    engine.submit(ask("A tale. " + "".join(LINES[:20]), NOUL), name="x").result(60)
+    (data, *_) = engine.export_state("x")
+    other = Engine(EngineConfig(model=str(checkpoint)))
+    try:
+        with pytest.raises(CheckpointRefused, match="its weights differ"):
+            other.import_state(data)
+    finally:
+        other.close()
+    engine.drop_checkpoints()
+    flipped = bytearray(data)
+    flipped[-100] ^= 1
+    for bad, reason in (
+        (bytes(flipped), "it is damaged"),
+        (data[:-5], "it is not a checkpoint"),
+        (b"", "it is not a checkpoint"),
+        (b"\xff" * 100, "it is not a checkpoint"),
+    ):
+        with pytest.raises(CheckpointRefused, match=reason):
+            engine.import_state(bad)
+    held = engine.accounting()
+    assert held.page_bytes_held == held.slot_bytes_held == 0
+    assert engine.import_state(data) > 0
+
+
+def test_states_by_name(engine: Engine) -> None:
+    """Listed, pinned, forgotten; another tenant sees nothing of them."""
+    for name in ("a", "b"):
+        text = f"Session {name}. " + "".join(LINES[:20])
+        engine.submit(ask(text, NOUL), tenant="t", name=name).result(60)
+    assert {info.name for info in engine.states("t")} == {"a", "b"}
+    assert engine.states("other") == []
+    assert engine.pin("a", "t") == len(engine.states("t", "a"))
+    assert all(info.pinned for info in engine.states("t", "a"))
+    assert engine.forget("b", "other") == 0
+    assert engine.forget("b", "t") > 0
+    assert {info.name for info in engine.states("t")} == {"a"}

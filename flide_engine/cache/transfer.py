@@ -1,0 +1,112 @@
+"""A checkpoint as bytes, for another process with the same weights: safetensors, checked before
+use.
+
+The bytes hold the prefix's tokens, its pages, its recurrent and convolution states as they are, and
+in the header what they belong to. Nothing of them is used unless weights, layout and checksum
+agree.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from flide_engine.cache.pool import Pool
+from flide_engine.config import GRAIN
+from flide_engine.errors import CheckpointRefused
+from flide_engine.layout.plan import Ints
+
+FORMAT = "flide-checkpoint-1"
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A checkpoint on its way: whose it is, its prefix's tokens [position] and its tensors.
+
+    tensors: keys, values [layers, position / 64, 64, kv_heads, head_dim], recurrent_state [layers,
+    value_heads, key_dim, value_dim] float32, conv_state [layers, conv_rows, channels].
+    """
+
+    tenant: str
+    name: str
+    tokens: Ints
+    tensors: dict[str, Tensor]
+
+    @property
+    def position(self) -> int:
+        """Tokens of the prefix, a multiple of the grain."""
+        return len(self.tokens)
+
+
+def take_out(
+    pool: Pool, tenant: str, name: str, tokens: Ints, pages: Ints, slot: int, weights: str
+) -> bytes:
+    """The bytes of a checkpoint in a pool. weights: hash of the weights it was computed with."""
+    at = torch.from_numpy(pages).long().to(pool.tensors.keys.device)
+    tensors = {
+        "keys": pool.tensors.keys[:, at],
+        "values": pool.tensors.values[:, at],
+        "recurrent_state": pool.tensors.recurrent_state[:, slot],
+        "conv_state": pool.tensors.conv_state[:, slot],
+        "tokens": torch.from_numpy(tokens.copy()),
+    }
+    tensors = {k: v.cpu().contiguous() for k, v in tensors.items()}
+    header = {
+        "format": FORMAT,
+        "weights": weights,
+        "layout": _layout(pool),
+        "tenant": tenant,
+        "name": name,
+        "checksum": _checksum(tensors),
+    }
+    return bytes(save(tensors, metadata=header))
+
+
+def read(data: bytes, pool: Pool, weights: str) -> Parcel:
+    """The checkpoint in some bytes. Raises CheckpointRefused, naming what does not agree."""
+    try:
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])["__metadata__"]
+        tensors = load(data)
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointRefused(
+            "it is not a checkpoint", f"{type(error).__name__}: {error}"
+        ) from None
+    expected = {"format": FORMAT, "weights": weights, "layout": _layout(pool)}
+    for what, ours in expected.items():
+        if header.get(what) != ours:
+            raise CheckpointRefused(f"its {what} differ", f"{header.get(what)!r}, here {ours!r}")
+    if header.get("checksum") != _checksum(tensors):
+        raise CheckpointRefused("it is damaged", "the checksum does not agree")
+    tokens = tensors.pop("tokens").numpy().astype(np.int32)
+    if len(tokens) % GRAIN or tensors["keys"].shape[1] != len(tokens) // GRAIN:
+        raise CheckpointRefused("it is damaged", f"{len(tokens)} tokens do not fit its pages")
+    return Parcel(header["tenant"], header["name"], tokens, tensors)
+
+
+def put_in(pool: Pool, parcel: Parcel, pages: Ints, slot: int) -> None:
+    """Writes a checkpoint's tensors to `pages` [position / 64] and `slot` of a pool."""
+    ours = vars(pool.tensors)
+    at = torch.from_numpy(pages).long().to(ours["keys"].device)
+    for name in ("keys", "values"):
+        ours[name][:, at] = parcel.tensors[name].to(ours[name].device)
+    for name in ("recurrent_state", "conv_state"):
+        ours[name][:, slot] = parcel.tensors[name].to(ours[name].device)
+
+
+def _layout(pool: Pool) -> str:
+    """What the tensors' shapes and types follow from."""
+    return json.dumps({**asdict(pool.shape), "dtype": str(pool.dtype)}, sort_keys=True)
+
+
+def _checksum(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        digest.update(name.encode() + b"\0")
+        digest.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
