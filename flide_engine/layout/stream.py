@@ -258,18 +258,24 @@ def _node_lookups(chains: _Chains) -> dict[str, Ints]:
     page_lists = np.zeros(count, np.int32)
     lists: dict[tuple[int, int, int], int] = {}
     pages: list[Ints] = []
+    first: dict[tuple[int, int, int], int] = {}
     for i, node in enumerate(chains.nodes):
-        fork = node.start // GRAIN * GRAIN
         anchor = chains.anchors[i]
+        # siblings have all of this in common
+        key = (node.parent, node.start, id(anchor))
+        if (twin := first.setdefault(key, i)) != i:
+            initial[i], page_lists[i] = initial[twin], page_lists[twin]
+            chain_rows[i] = chain_rows[twin]
+            continue
+        fork = node.start // GRAIN * GRAIN
         initial[i] = chains.slot_at(i, fork)
-        chain_rows[i, : node.start - fork + 3] = chains.locate(
-            node.parent, fork - 3, node.start, anchor
-        )
-        key = (node.parent, fork, id(anchor))
-        if key not in lists:
-            lists[key] = len(pages)
+        before = chains.locate(node.parent, fork - 3, node.start, anchor)
+        chain_rows[i, : node.start - fork + 3] = before
+        at = (node.parent, fork, id(anchor))
+        if at not in lists:
+            lists[at] = len(pages)
             pages.append(chains.pages_to(i, fork))
-        page_lists[i] = lists[key]
+        page_lists[i] = lists[at]
     ends = np.cumsum([len(p) for p in pages], dtype=np.int32)
     return {
         "initial_slots": initial,
@@ -282,10 +288,15 @@ def _node_lookups(chains: _Chains) -> dict[str, Ints]:
 
 def _writes_and_stores(chains: _Chains) -> dict[str, Ints]:
     """The pages and states that the lookups asked for."""
-    write_rows = [
-        chains.locate(node, GRAIN * g, GRAIN * (g + 1), chains.anchors[node])
-        for node, g in chains.page_ids
-    ]
+    written = np.array(list(chains.page_ids), np.int64).reshape(-1, 2)  # node, grain
+    starts = np.array([n.start for n in chains.nodes], np.int64)[written[:, 0]]
+    inside = chains.rows[written[:, 0]] + GRAIN * written[:, 1] - starts
+    write_rows = (inside[:, None] + np.arange(GRAIN)).astype(np.int32)
+    for i in np.flatnonzero(starts > GRAIN * written[:, 1]):  # grains that begin in an ancestor
+        node, grain = (int(n) for n in written[i])
+        write_rows[i] = chains.locate(
+            node, GRAIN * grain, GRAIN * (grain + 1), chains.anchors[node]
+        )
     store_rows = [
         chains.locate(node, position - 3, position, chains.anchors[node])
         for node, position in chains.slot_ids
@@ -293,7 +304,7 @@ def _writes_and_stores(chains: _Chains) -> dict[str, Ints]:
     stores = np.array(list(chains.slot_ids), np.int32).reshape(-1, 2)
     return {
         "write_pages": -1 - np.arange(len(write_rows), dtype=np.int32),
-        "write_rows": np.array(write_rows, np.int32).reshape(-1, GRAIN),
+        "write_rows": write_rows,
         "store_nodes": np.ascontiguousarray(stores[:, 0]),
         "store_positions": np.ascontiguousarray(stores[:, 1]),
         "store_slots": -1 - np.arange(len(store_rows), dtype=np.int32),
