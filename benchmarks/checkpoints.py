@@ -23,14 +23,13 @@ from benchmarks.results_file import RESULTS, Row, stamp, write
 from flide_engine.cache.index import SLOT_PAGES, PrefixIndex, grain_keys
 from flide_engine.cache.marks import MarkPolicy
 from flide_engine.cache.pool import Counted
-from flide_engine.families.base import UNSETTLED_TOKENS
 from flide_engine.families.tokenizer import TextTokenizer
 from flide_engine.layout.plan import Ints
 from flide_engine.resolve import EMBEDDED
 
 Positions = Callable[[int, int, int], list[int]]
 PAGE_MB = 0.79
-BUDGETS_GB = (0.5, 1, 2, 4, 8, 16, 32, 64, 256)
+BUDGETS_GB = (1, 2, 4, 8, 12, 16, 32, 256)
 
 
 def peer_rule(state: int, resumed: int, agreed: int) -> list[int]:
@@ -51,10 +50,12 @@ POLICIES: dict[str, Positions] = {
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one agent: the tokens of its whole history, and their grain keys."""
+    """One step of one agent: its whole history, what of it is settled, its questions' tokens."""
 
     agent: int
     tokens: Ints
+    settled: int
+    questions: int
     keys: list[bytes]
 
 
@@ -84,12 +85,13 @@ def _agent_steps(
     text = opening
     for step in steps:
         text += step["append"]
-        tokens = tokenizer.encode(text)
-        yield Step(agent, tokens, grain_keys(tokens))
+        tokens, settled = tokenizer.encode_growing(text)
+        asked = sum(len(tokenizer.encode(str(q["instructions"]))) + 2 for q in step["questions"])
+        yield Step(agent, tokens, settled, asked, grain_keys(tokens))
 
 
 def oracle(steps: list[Step]) -> int:
-    """Tokens that differ from every earlier history: what nobody can avoid, counted at tokens."""
+    """What nobody can avoid, at tokens: questions, and what differs from every earlier history."""
     computed = 0
     seen: dict[int, Ints] = {}
     first: list[Ints] = []
@@ -100,7 +102,7 @@ def oracle(steps: list[Step]) -> int:
             n = min(len(other), len(step.tokens))
             differs = other[:n] != step.tokens[:n]
             shared = max(shared, int(differs.argmax()) if differs.any() else n)
-        computed += len(step.tokens) - shared
+        computed += len(step.tokens) - shared + step.questions
         if step.agent not in seen:
             first.append(step.tokens)
         seen[step.agent] = step.tokens
@@ -117,12 +119,12 @@ def replay(steps: list[Step], positions: Positions, budget_pages: int) -> tuple[
         return (len(pages.counts) - pages.free) + SLOT_PAGES * (len(slots.counts) - slots.free)
 
     for now, step in enumerate(steps):
-        state = len(step.tokens) - UNSETTLED_TOKENS
+        state = step.settled
         match = index.match("", step.tokens, step.keys, state)
         start = match.checkpoint.position if match.checkpoint else 0
         if match.checkpoint is not None:
             match.checkpoint.used, match.checkpoint.hits = float(now), match.checkpoint.hits + 1
-        computed += len(step.tokens) - start
+        computed += len(step.tokens) - start + step.questions
         for position in positions(state, start, match.agreed):
             new = pages.take(position // 64 - len(match.pages))
             slot = slots.take(1)

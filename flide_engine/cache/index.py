@@ -174,20 +174,24 @@ class PrefixIndex:
     def worth(self, checkpoint: Checkpoint, now: float) -> float:
         """Tokens saved a second of disuse and a page of memory: the lowest is evicted first.
 
-        A checkpoint saves the tokens since the next one before it: those after that would be
-        computed again if it went.
+        A checkpoint saves the tokens since the next one before it: those would be computed again if
+        it went. One that a longer one continues serves only those who turn back, so it is worth a
+        fraction, and frees its slot but no page.
         """
-        saved, own = 0, 0
-        at = checkpoint._grain
-        shared = bool(at and at.children)
-        while at is not None and at.parent is not None:
-            saved += GRAIN
+        at, saved = checkpoint._grain, checkpoint.position
+        assert at is not None
+        continued = bool(at.children)
+        while not continued and at.parent is not None:
             at = at.parent
             if at.checkpoint is not None:
+                saved -= at.checkpoint.position
                 break
-        own = 0 if shared else saved // GRAIN
         age = max(now - checkpoint.used, 0.0) + 1.0
-        return saved * (1 + checkpoint.hits) / (age * (own + SLOT_PAGES))
+        pages = SLOT_PAGES if continued else SLOT_PAGES + saved // GRAIN
+        share = 1.0
+        if continued:  # the first hit is the one that continued it, further ones show an opening
+            share = TURNING_BACK + min(1.0, SHARED * max(0, checkpoint.hits - 1))
+        return share * saved / (age * pages)
 
     def evict(self, now: float) -> Freed | None:
         """Removes the least worthy checkpoint that is neither locked nor pinned; None if there is
@@ -199,6 +203,13 @@ class PrefixIndex:
 
 SLOT_PAGES = 25
 """What a slot weighs in pages when checkpoints are compared (0.8B: 25 pages of 0.79 MB)."""
+
+
+TURNING_BACK = 0.001
+"""Worth of a checkpoint that a longer one continues, against one that none does."""
+
+SHARED = 0.05
+"""Worth of each further time such a checkpoint was resumed from: many prompts begin with it."""
 
 
 def _path(checkpoint: Checkpoint) -> list[_Grain]:

@@ -63,10 +63,6 @@ class Rendered:
     turns: tuple[int, ...] = ()
 
 
-UNSETTLED_TOKENS = 8
-"""Last tokens of a state that text after it may change: a word is merged with what follows it."""
-
-
 @dataclass(frozen=True)
 class ModelCard:
     """What `GET /v1/models` says of a model."""

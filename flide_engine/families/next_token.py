@@ -24,7 +24,6 @@ from flide_engine.api import (
 )
 from flide_engine.errors import ConfigError, Fault, InvalidRequest
 from flide_engine.families.base import (
-    UNSETTLED_TOKENS,
     Floats,
     ModelCard,
     Read,
@@ -73,9 +72,10 @@ class NextToken:
         opening = self._opening + (state + "\n\n" if state else "")
         # the cut is safe after the blank line only
         cut = self._may_cut and bool(state)
-        head = (
-            np.concatenate([self._before, self.tokenizer.encode(opening)]) if cut else self._before
-        )
+        head, settled = self._before, 0
+        if cut:
+            ids, settled = self.tokenizer.encode_growing(opening)
+            head = np.concatenate([self._before, ids])
         prompts: list[Tokens] = []
         reads: list[Read] = []
         for name, question in request.questions.items():
@@ -92,7 +92,7 @@ class NextToken:
             input_tokens=tokens,
             longest_prompt=max(map(len, prompts)),
             state_prompts=len(prompts),
-            state_tokens=max(0, (len(head) if cut else 0) - UNSETTLED_TOKENS),
+            state_tokens=len(self._before) + settled if cut else 0,
             note=request.questions,
         )
 

@@ -21,7 +21,6 @@ from safetensors.numpy import load_file
 from flide_engine.api import Answer, Choice, DecisionRequest, Noul, Question
 from flide_engine.errors import ConfigError
 from flide_engine.families.base import (
-    UNSETTLED_TOKENS,
     Floats,
     ModelCard,
     Read,
@@ -97,7 +96,8 @@ class OptionVectors:
 
     def render(self, request: DecisionRequest) -> Rendered:
         """See Family.render. The state is encoded once, each distinct option once."""
-        state = np.concatenate([[self._state], self.tokenizer.encode(entry_text(request.state))])
+        ids, settled = self.tokenizer.encode_growing(entry_text(request.state))
+        state = np.concatenate([[self._state], ids])
         prompts: list[Tokens] = []
         reads: list[Read] = []
         options: dict[str, list[str]] = {}
@@ -124,7 +124,7 @@ class OptionVectors:
             input_tokens=tokens,
             longest_prompt=max(map(len, prompts)),
             state_prompts=len(request.questions),
-            state_tokens=max(0, len(state) - UNSETTLED_TOKENS),
+            state_tokens=1 + settled,
             note=note,
         )
 

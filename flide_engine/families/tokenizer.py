@@ -12,6 +12,9 @@ from flide_engine.errors import ConfigError, Fault, InvalidRequest
 
 Tokens = NDArray[np.int32]
 
+UNSETTLED_TOKENS = 8
+"""Last tokens of a text that more text may change, where no word boundary bounds them."""
+
 _ENDINGS = (
     "a",
     "Z",
@@ -74,6 +77,26 @@ class TextTokenizer:
             return np.array(self._text.encode(text, add_special_tokens=False).ids, np.int32)
         except (UnicodeError, TypeError) as error:
             raise InvalidRequest((Fault(("body",), "a text holds a lone surrogate"),)) from error
+
+    def encode_growing(self, text: str) -> tuple[Tokens, int]:
+        """Ids of a text, and how many of the first will still be its first when more text follows.
+
+        What follows can change the last word of the pre-tokenizer only; the one before it is left
+        out as well. Without a pre-tokenizer nothing bounds the change: a fixed number is left out,
+        and a prompt that differs earlier is found out when tokens are compared.
+        """
+        try:
+            encoding = self._text.encode(text, add_special_tokens=False)
+        except (UnicodeError, TypeError) as error:
+            raise InvalidRequest((Fault(("body",), "a text holds a lone surrogate"),)) from error
+        ids = np.array(encoding.ids, np.int32)
+        if self._text.pre_tokenizer is None or not len(ids):
+            return ids, max(0, len(ids) - UNSETTLED_TOKENS)
+        words = encoding.word_ids
+        settled = len(ids)
+        while settled and (words[settled - 1] or 0) >= (words[-1] or 0) - 1:
+            settled -= 1
+        return ids, settled
 
     def control(self, name: str) -> int:
         """Id of a control token. Raises ConfigError if the tokenizer has none of that name."""

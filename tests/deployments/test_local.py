@@ -104,7 +104,7 @@ def test_serve_run_serves(keyed: Served, checkpoint: Path) -> None:
             assert client.post("/v1/systemone", json=two).status_code == 422
     finally:
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=180)
 
 
 def local(*args: str) -> subprocess.CompletedProcess[str]:

@@ -60,6 +60,17 @@ def test_the_cut_before_a_question_is_safe(
     assert parts.tolist() == tokenizer.encode(left + right).tolist()
 
 
+@given(st.text(max_size=60), st.text(max_size=20))
+@settings(max_examples=300, deadline=None)
+def test_settled_tokens_stay_when_the_text_grows(
+    tokenizer: TextTokenizer, text: str, more: str
+) -> None:
+    """Whatever follows, the settled tokens are the first ones of the longer text."""
+    ids, settled = tokenizer.encode_growing(text)
+    assert ids.tolist() == tokenizer.encode(text).tolist()
+    assert tokenizer.encode(text + more)[:settled].tolist() == ids[:settled].tolist()
+
+
 def test_an_unsafe_cut_is_known(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     """Inside a word, before punctuation that takes the space before it, and without any word
     split.
