@@ -28,11 +28,14 @@ class EngineReplica:
         self._engine = Engine(settings)
         log.info("engine %s ready in process %d", self._engine.card.name, os.getpid())
 
-    async def decide(self, request: DecisionRequest | dict[str, Any]) -> DecisionResponse:
-        """The answers. Raises the error tree; a cancelled call drops its work before it is
-        packed.
+    async def decide(
+        self, request: DecisionRequest | dict[str, Any], tenant: str = ""
+    ) -> DecisionResponse:
+        """The answers; tenant: whose checkpoints may be used.
+
+        Raises the error tree; a cancelled call drops its work before it is packed.
         """
-        future = self._engine.submit(request)
+        future = self._engine.submit(request, tenant=tenant)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:

@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 GRAIN = 64
-"""Tokens of one grain: KV page, delta-rule chunk, unit of sharing (DESIGN.md, "One grain")."""
+"""Tokens of one grain: KV page, delta-rule chunk, unit of sharing and of checkpoints."""
 
 
 class EngineConfig(BaseModel):

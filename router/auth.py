@@ -11,14 +11,14 @@ def key_hash(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def check_key(authorization: str, hashes: tuple[str, ...]) -> None:
-    """Lets an `Authorization: Bearer <key>` header pass if its key's hash is among `hashes`, or
-    none is set.
+def check_key(authorization: str, hashes: tuple[str, ...]) -> str:
+    """The tenant of an `Authorization: Bearer <key>` header: its key's hash; "" if no key is set.
 
-    Raises AuthenticationFailed.
+    Tenants share no checkpoint, so that how fast one is answered tells nothing of another. Raises
+    AuthenticationFailed if the key's hash is not among `hashes`.
     """
     if not hashes:
-        return
+        return ""
     scheme, _, key = authorization.partition(" ")
     if scheme.lower() != "bearer" or not key.strip():
         raise AuthenticationFailed("an API key is needed: Authorization: Bearer <key>")
@@ -27,3 +27,4 @@ def check_key(authorization: str, hashes: tuple[str, ...]) -> None:
     found = [hmac.compare_digest(given, known) for known in hashes]
     if not any(found):
         raise AuthenticationFailed("the API key is not known")
+    return given

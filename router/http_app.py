@@ -35,8 +35,8 @@ _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 class Decider(Protocol):
     """What stands behind the HTTP surface."""
 
-    async def decide(self, request: DecisionRequest) -> DecisionResponse:
-        """Answers, or raises a FlideError."""
+    async def decide(self, request: DecisionRequest, tenant: str) -> DecisionResponse:
+        """Answers, or raises a FlideError; tenant: whose checkpoints may be used."""
         ...
 
     async def models(self) -> list[dict[str, str]]:
@@ -109,7 +109,7 @@ class HttpApp:
 
     async def _decide(self, scope: Scope, receive: Receive) -> tuple[int, Any]:
         headers = dict(scope["headers"])
-        check_key(headers.get(b"authorization", b"").decode("latin-1"), self._keys)
+        tenant = check_key(headers.get(b"authorization", b"").decode("latin-1"), self._keys)
         kind = (
             headers.get(b"content-type", b"application/json")
             .decode("latin-1")
@@ -122,7 +122,7 @@ class HttpApp:
         body = await read_body(receive, int(length) if length.isdigit() else None, self._limit)
         encodings = [v for k, v in scope["headers"] if k == b"content-encoding"]
         body = decode_body(body, b",".join(encodings).decode("latin-1"), self._limit)
-        answers = await self._decider.decide(parse_body(body))
+        answers = await self._decider.decide(parse_body(body), tenant)
         return 200, answers.model_dump()
 
     async def _models(self, scope: Scope, receive: Receive) -> tuple[int, Any]:

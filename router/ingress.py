@@ -29,7 +29,7 @@ def own_error(error: BaseException) -> BaseException:
 
 
 async def ask(
-    handle: DeploymentHandle, request: DecisionRequest | dict[str, Any]
+    handle: DeploymentHandle, request: DecisionRequest | dict[str, Any], tenant: str = ""
 ) -> DecisionResponse:
     """One decision through an engine handle; asks once more if the replica dies under it.
 
@@ -37,7 +37,7 @@ async def ask(
     the caller is cancelled.
     """
     for last in (False, True):
-        response = handle.decide.remote(request)
+        response = handle.decide.remote(request, tenant=tenant)
         try:
             answers: DecisionResponse = await response
             return answers
@@ -54,14 +54,12 @@ async def ask(
 
 @serve.ingress()
 class Gateway:
-    """Ingress deployment: an HTTP app and a `decide` method over the handle of one engine
-    deployment.
-    """
+    """Ingress deployment: an HTTP app and a `decide` method over one engine deployment."""
 
     def __init__(
         self, engine: DeploymentHandle, key_hashes: tuple[str, ...], max_body_bytes: int
     ) -> None:
-        # gRPC between replicas costs half of an actor call (ray-serve.md section 0, point 4)
+        # gRPC between replicas costs half of an actor call: 1.7 against 3.2 CPU-ms (Ray 2.60)
         self._engine = engine.options(_by_reference=False)
         self._keys, self._max_body_bytes = key_hashes, max_body_bytes
         self._described: dict[str, str] | None = None
@@ -87,9 +85,9 @@ class Gateway:
         except FlideError as error:
             raise RuntimeError(str(error)) from None
 
-    async def ask(self, request: DecisionRequest) -> DecisionResponse:
-        """As `decide`, typed."""
-        return await ask(self._engine, request)
+    async def ask(self, request: DecisionRequest, tenant: str) -> DecisionResponse:
+        """As `decide`, typed and for a tenant."""
+        return await ask(self._engine, request, tenant)
 
     async def describe(self) -> dict[str, str]:
         """What the engine says of itself. Raises NotReady if no replica answers in time."""
@@ -111,8 +109,8 @@ class _Decider:
     def __init__(self, gateway: Any) -> None:
         self._gateway = gateway
 
-    async def decide(self, request: DecisionRequest) -> DecisionResponse:
-        answers: DecisionResponse = await self._gateway.ask(request)
+    async def decide(self, request: DecisionRequest, tenant: str) -> DecisionResponse:
+        answers: DecisionResponse = await self._gateway.ask(request, tenant)
         return answers
 
     async def models(self) -> list[dict[str, str]]:

@@ -105,9 +105,7 @@ def noul_answer(yes: float) -> NoulAnswer:
 
 
 def choice_answer(question: Choice, probabilities: Sequence[float]) -> ChoiceAnswer:
-    """Confidence: the top probability, rescaled from uniform to 1 (system-one-api.md section
-    1.4).
-    """
+    """Confidence: the top probability, rescaled from uniform to 1 (docs/http.md)."""
     n, top = len(probabilities), max(probabilities)
     names = list(question.criteria)
     return ChoiceAnswer(
@@ -118,9 +116,7 @@ def choice_answer(question: Choice, probabilities: Sequence[float]) -> ChoiceAns
 
 
 def score_answer(question: Score, probabilities: Sequence[float]) -> ScoreAnswer:
-    """Confidence: 1 - mean distance from the mode over that of the uniform distribution (section
-    1.4).
-    """
+    """Confidence: 1 - mean distance from the mode over that of the uniform distribution."""
     n = len(probabilities)
     mode = max(range(n), key=lambda i: probabilities[i])
     spread = sum(p * abs(i - mode) for i, p in enumerate(probabilities))

@@ -39,7 +39,8 @@ def attention_ref(
     q_gate [R, nh * 2 * hd], per head [query | gate]; k_v [T, 2 * nkv * hd] = [keys | values];
     q_norm, k_norm [hd], applied as 1 + w; cos, sin [T, rotary / 2] float32; rows [R] int32, in any
     order; keys, values [P, 64, nkv, hd]: the round's pages are **written**, then read.
-    Returns [R, nh * hd] in q_gate's dtype. Source: models.md section 1.3.
+    Returns [R, nh * hd] in q_gate's dtype.
+    Source: transformers 5.17, modeling_qwen3_5.py.
     """
     hd, nkv, eps = shape.head_dim, shape.kv_heads, shape.eps
     k, v = k_v.view(-1, 2, nkv, hd).unbind(1)  # [T, nkv, hd]

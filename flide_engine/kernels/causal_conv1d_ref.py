@@ -34,7 +34,8 @@ def causal_conv1d_ref(
     cu_seqlens [N+1], starts [N], chain_rows [N, 66], store_slots [M], store_rows [M, 3]: see
     RoundPlan.
     Rows past cu_seqlens[-1] are padding; their result is unspecified but finite.
-    Returns [T, C] in x's dtype; sums and silu in float32. Source: models.md section 1.4.
+    Returns [T, C] in x's dtype; sums and silu in float32.
+    Source: transformers 5.17, modeling_qwen3_5.py.
     """
     taps = weight.shape[1]
     rows, nodes = len(x), len(starts)

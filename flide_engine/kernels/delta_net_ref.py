@@ -50,7 +50,8 @@ def delta_net_ref(
 
     projected [T, C + Hv*dv + 2*Hv] = [q | k | v | z | b | a]; recurrent_state [S, Hv, dk, dv]
     float32 and conv_state [S, 3, C]: read where nodes start from, **written** at the stores.
-    Nodes run level by level; gates, norms, recurrence in float32. Source: models.md section 1.4.
+    Nodes run level by level; gates, norms, recurrence in float32.
+    Source: transformers 5.17, modeling_qwen3_5.py.
     """
     hk, hv, dk, dv = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim
     u, z, b, a = torch.split(projected, [shape.conv_channels, hv * dv, hv, hv], -1)

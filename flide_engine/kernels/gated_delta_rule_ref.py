@@ -32,7 +32,7 @@ def gated_delta_rule_ref(
     dv] float32:
     read at `initial_slots` (-1: zeros), written at `store_slots`. The rest: see RoundPlan.
 
-    Per step S <- e^g S; S <- S + k (beta (v - S^T k))^T; o = S^T q (models.md section 1.4), in the
+    Per step S <- e^g S; S <- S + k (beta (v - S^T k))^T; o = S^T q, in the
     chunk
     form, with chunks at absolute multiples of 64 of the chain: a node's first chunk begins with
     the rows that `chain_rows` names between the grain and its first token, so any fork of a prompt

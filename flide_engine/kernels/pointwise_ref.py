@@ -1,6 +1,4 @@
-"""Row-wise pieces of a decoder layer: references in torch. Float32 inside, one rounding at the
-end.
-"""
+"""Row-wise pieces of a decoder layer: references in torch, float32 inside, one rounding."""
 
 import torch
 import torch.nn.functional as F

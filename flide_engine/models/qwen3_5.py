@@ -1,5 +1,6 @@
-"""Qwen3.5 text decoder: gated delta net layers with full attention every few layers (models.md
-section 1).
+"""Qwen3.5 text decoder: gated delta net layers, with full attention every few layers.
+
+Source of the equations: transformers 5.17, modeling_qwen3_5.py, read and run against.
 """
 
 import re
@@ -212,7 +213,7 @@ class _Layer:
 
 
 class Qwen35:
-    """One Qwen3.5 text decoder on one device. Source: models.md sections 1.2 to 1.5."""
+    """One Qwen3.5 text decoder on one device."""
 
     def __init__(self, config: Qwen35Config, weights: dict[str, Tensor], kernels: Kernels) -> None:
         self.config, self.ops = config, kernels

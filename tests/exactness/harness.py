@@ -22,9 +22,7 @@ from tests.checkpoints import oracle, text_tensors
 Tokens = NDArray[np.int32]
 
 TOLERANCE = 5e-6
-"""Largest difference of a logit, relative to the largest logit: four layers in float32 (models.md
-section 4).
-"""
+"""Largest difference of a logit, relative to the largest logit: four layers in float32."""
 
 
 class Both:

@@ -24,10 +24,12 @@ class Stub:
 
     def __init__(self) -> None:
         self.asked: list[DecisionRequest] = []
+        self.tenants: list[str] = []
         self.ready = True
 
-    async def decide(self, request: DecisionRequest) -> DecisionResponse:
+    async def decide(self, request: DecisionRequest, tenant: str) -> DecisionResponse:
         self.asked.append(request)
+        self.tenants.append(tenant)
         if request.state == "nan":
             raise NonFiniteOutput("question 'q'")
         if request.state == "crash":
@@ -120,7 +122,7 @@ def test_keys(stub: Stub) -> None:
     right = {"authorization": "Bearer right"}
     assert call(stub, "POST", "/v1/systemone", keys, json=GOOD, headers=right).status_code == 200
     assert call(stub, "GET", "/health", keys).status_code == 200
-    assert len(stub.asked) == 1
+    assert stub.tenants == [key_hash("right")]
 
 
 def asking(question: dict[str, Any]) -> bytes:
