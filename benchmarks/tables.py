@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.results_file import RESULTS
 
 ROOT = RESULTS.parents[1]
-FILES = (ROOT / "README.md", ROOT / "docs" / "engine.md")
+FILES = (ROOT / "README.md", ROOT / "docs" / "engine.md", ROOT / "docs" / "checkpoints.md")
 
 Rows = list[dict[str, Any]]
 
@@ -37,16 +37,39 @@ def tiny_model(rows: Rows) -> list[str]:
 
 def engine(rows: Rows) -> list[str]:
     """Engine time on a GPU by shape and workload, and of the embedded model on a CPU."""
-    lines = ["| shape | workload | device ms | round p50 ms | card |", "|---|---|---:|---:|---|"]
+    lines = [
+        "| shape | mode | workload | device ms | p50 ms | card |",
+        "|---|---|---|---:|---:|---|",
+    ]
     for row in rows:
         device = _number(row.get("replay_ms"), 2)
-        lines.append(
-            f"| {row['shape']} | {row['work']} | {device} | {row['p50_ms']:.2f} | {row['card']} |"
+        cells = (
+            row["shape"],
+            row["mode"],
+            row["work"],
+            device,
+            f"{row['p50_ms']:.2f}",
+            row["card"],
         )
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-TABLES: dict[str, Callable[[Rows], list[str]]] = {"tiny_model": tiny_model, "engine": engine}
+def checkpoints(rows: Rows) -> list[str]:
+    """Computed tokens over the oracle's by budget and policy."""
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    lines = [f"| budget, GB | {' | '.join(policies)} |", f"|---:|{'---:|' * len(policies)}"]
+    for budget in dict.fromkeys(row["budget_gb"] for row in rows):
+        cells = {r["policy"]: r["computed_over_oracle"] for r in rows if r["budget_gb"] == budget}
+        lines.append(f"| {budget} | {' | '.join(f'{cells[p]:.2f}' for p in policies)} |")
+    return lines
+
+
+TABLES: dict[str, Callable[[Rows], list[str]]] = {
+    "tiny_model": tiny_model,
+    "engine": engine,
+    "checkpoints": checkpoints,
+}
 
 
 def redrawn(text: str) -> str:

@@ -38,19 +38,24 @@ def causal_conv1d_ref(
     Source: transformers 5.17, modeling_qwen3_5.py.
     """
     taps = weight.shape[1]
-    rows, nodes = len(x), len(starts)
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
     used = int(cu_seqlens[-1])
-    node = torch.repeat_interleave(torch.arange(nodes, device=x.device), lengths)
+    rows, w = x.float(), weight.float()
+    total = torch.zeros_like(rows)
+    for lag in reversed(range(taps)):
+        total[lag:] += rows[: len(rows) - lag] * w[:, taps - 1 - lag]
+    # the first rows of a node do not follow the row before them, but what chain_rows says
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    node = torch.repeat_interleave(torch.arange(len(starts), device=x.device), lengths)
     offset = torch.arange(used, device=x.device) - cu_seqlens[:-1].long()[node]
-    before = starts.long() % 64 + (taps - 1)  # columns of chain_rows that are in use
-    total = torch.zeros(rows, x.shape[1], dtype=torch.float32, device=x.device)
-    for tap in range(taps):
-        lag = taps - 1 - tap
-        own = torch.arange(used, device=x.device) - lag
-        column = (before[node] + offset - lag).clamp(0, chain_rows.shape[1] - 1)
-        codes = torch.where(offset >= lag, own, chain_rows[node, column].long())
-        total[:used] += gather_rows(x, conv_state, codes).float() * weight[:, tap].float()
+    head = (offset < taps - 1).nonzero()[:, 0]
+    node, offset = node[head], offset[head]
+    column = starts.long()[node] % 64 + (taps - 1) + offset
+    first = torch.zeros(len(head), x.shape[1], dtype=torch.float32, device=x.device)
+    for lag in reversed(range(taps)):
+        before = chain_rows[node, (column - lag).clamp(max=chain_rows.shape[1] - 1)].long()
+        codes = torch.where(offset >= lag, head - lag, before)
+        first += gather_rows(x, conv_state, codes).float() * w[:, taps - 1 - lag]
+    total[head] = first
     if len(store_slots):
         conv_state[store_slots.long()] = gather_rows(x, conv_state, store_rows)
     return F.silu(total).to(x.dtype)

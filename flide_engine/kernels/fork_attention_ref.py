@@ -79,10 +79,10 @@ def _attend(
         upto = int(t.max()) + 1
         age = t - torch.arange(upto, device=q.device)
         seen = (age >= 0) & (age < window) if window else age >= 0
-        rows = q[a : a + QUERY_BLOCK].transpose(0, 1)
+        rows = q[a : a + QUERY_BLOCK].transpose(0, 1)[None]  # four dimensions: torch's fused form
         parts.append(
             F.scaled_dot_product_attention(
-                rows, k[:, :upto], v[:, :upto], attn_mask=seen, scale=scale
-            )
+                rows, k[None, :, :upto], v[None, :, :upto], attn_mask=seen, scale=scale
+            )[0]
         )
     return torch.cat(parts, 1).transpose(0, 1)
