@@ -16,16 +16,11 @@ log = logging.getLogger("ray.serve")
 class EngineReplica:
     """Deployment `Engine`: enqueues, awaits, and never blocks its event loop."""
 
-    def __init__(self, config: dict[str, Any], threads: int | None) -> None:
-        """config: fields of EngineConfig; threads: of the CPU kernels, where the config does not
-        say.
-        """
+    def __init__(self, config: dict[str, Any]) -> None:
+        """config: fields of EngineConfig."""
         from flide_engine.engine import Engine  # loads torch, in the replica only
 
-        settings = EngineConfig.model_validate(config)
-        if settings.compute_threads is None and threads is not None:
-            settings = settings.model_copy(update={"compute_threads": threads})
-        self._engine = Engine(settings)
+        self._engine = Engine(EngineConfig.model_validate(config))
         log.info("engine %s ready in process %d", self._engine.card.name, os.getpid())
 
     async def decide(

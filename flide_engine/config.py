@@ -69,7 +69,7 @@ class EngineConfig(BaseModel):
     compute_threads: int | None = Field(
         None,
         gt=0,
-        description="Threads of the CPU kernels; none: what torch chooses (OMP_NUM_THREADS).",
+        description="Threads of the CPU kernels; none: 1 for a small model, else torch's choice.",
     )
 
     @model_validator(mode="after")

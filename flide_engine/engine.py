@@ -38,7 +38,13 @@ from flide_engine.layout.state_shape import StateShape
 from flide_engine.loop import RoundLoop, fail
 from flide_engine.models.registry import load_model
 from flide_engine.models.weights import weights_hash
-from flide_engine.resolve import locate, resolve_device, resolve_dtype, resolve_kernels
+from flide_engine.resolve import (
+    locate,
+    resolve_device,
+    resolve_dtype,
+    resolve_kernels,
+    resolve_threads,
+)
 from flide_engine.runner import Runner
 from flide_engine.scheduler import Scheduler
 from flide_engine.work import RequestWork
@@ -77,11 +83,12 @@ class Engine:
         folder, name = locate(config.model)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
-        if config.compute_threads is not None:
-            torch.set_num_threads(config.compute_threads)
         self.weights_hash = weights_hash(folder)
         kernels, tile = resolve_kernels(config.kernels, device)
         model = load_model(folder, dtype, device, kernels)
+        threads = resolve_threads(config.compute_threads, device, model.hidden_size)
+        if threads is not None:
+            torch.set_num_threads(threads)
         self._family, vocab = load_family(
             folder, name, self.weights_hash, config.option_cache_entries
         )

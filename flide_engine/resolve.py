@@ -67,3 +67,14 @@ def resolve_kernels(kernels: str, device: torch.device) -> tuple[Kernels, int | 
     from flide_engine.kernels.triton_kernels import TILE, TRITON
 
     return TRITON, TILE
+
+
+SMALL_HIDDEN = 512
+"""Width under which one CPU thread is faster than several: handing parts over costs more."""
+
+
+def resolve_threads(threads: int | None, device: torch.device, hidden: int) -> int | None:
+    """Threads of the CPU kernels: as asked; 1 for a small model on a CPU; None: as torch would."""
+    if threads is None and device.type == "cpu" and hidden < SMALL_HIDDEN:
+        return 1
+    return threads
