@@ -25,6 +25,7 @@ ONLY = {
         "flide_engine/kernels/",
         "flide_engine/models/",
         "flide_engine/cache/pool.py",
+        "flide_engine/cache/transfer.py",
         "flide_engine/runner.py",
         "flide_engine/device_plan.py",
         "flide_engine/graphs.py",
