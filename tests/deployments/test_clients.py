@@ -152,3 +152,46 @@ def test_the_readme_curl(served: Served, tmp_path: Path) -> None:
     line = next(x for x in served.log.read_text().splitlines() if x.startswith("curl "))
     answers = json.loads(run(["bash", "-c", line], tmp_path))["answers"]
     assert answers["team"]["choice"] == "billing"
+
+
+def test_handle_callers_get_the_error_tree(served: Served) -> None:
+    """Typed calls raise what the engine raised, with its attributes, and a deadline is kept."""
+    code = """
+import ray
+from deployments import DecisionClient
+from flide_engine import DecisionRequest, Noul
+from flide_engine.errors import DeadlineExceeded, InvalidRequest, TooManyTokens, UnknownModel
+
+ray.init(log_to_driver=False)
+client = DecisionClient()
+noul = {"q": {"type": "noul", "instructions": "?"}}
+for request in (
+    {"state": "s", "questions": {}},
+    {"state": "s", "questions": noul, "model": "jev-0"},
+    {"state": "seven " * 40_000, "questions": noul},
+    DecisionRequest(state="seven " * 40_000, questions={"q": Noul(instructions="?")}),
+):
+    try:
+        client.decide(request)
+    except InvalidRequest as error:
+        print("InvalidRequest", error.faults[0].loc)
+    except UnknownModel as error:
+        print("UnknownModel", error.model)
+    except TooManyTokens as error:
+        print("TooManyTokens", error.limit)
+try:
+    DecisionClient(timeout=0.001).decide({"state": "late " * 5000, "questions": noul})
+except DeadlineExceeded as error:
+    print("DeadlineExceeded", error.seconds)
+print(client.decide({"state": "s", "questions": noul}).usage.output_tokens)
+"""
+    env = {"RAY_ADDRESS": served.address, "RAY_AUTH_MODE": "token", "PYTHONPATH": str(ROOT)}
+    out = run([sys.executable, "-c", code], ROOT, **env).splitlines()
+    assert out[-6:] == [
+        "InvalidRequest ('body', 'questions')",
+        "UnknownModel jev-0",
+        "TooManyTokens 32768",
+        "TooManyTokens 32768",
+        "DeadlineExceeded 0.001",
+        "1",
+    ]
