@@ -134,7 +134,8 @@ def evaluate(engine: Engine, path: Path, full: bool) -> tuple[dict[tuple[str, st
 
     for state, questions in records(path, full):
         waiting.append((questions, engine.submit(as_request(state, questions))))
-        if len(waiting) >= (IN_FLIGHT if full else 8):
+        # a sample keeps few in flight, so that it ends near its number of tokens
+        if len(waiting) >= (IN_FLIGHT if full else 2):
             tokens += collect()
         if not full and tokens > SAMPLE_TOKENS:
             break
