@@ -121,7 +121,7 @@ def evaluate(engine: Engine, path: Path, full: bool) -> tuple[dict[tuple[str, st
     file = path.name.removesuffix(".jsonl.gz")
     tallies: dict[tuple[str, str], Tally] = defaultdict(Tally)
     waiting: deque[tuple[list[dict[str, Any]], Future[DecisionResponse]]] = deque()
-    tokens = 0
+    tokens, largest = 0, 0
 
     def collect() -> int:
         questions, future = waiting.popleft()
@@ -133,12 +133,13 @@ def evaluate(engine: Engine, path: Path, full: bool) -> tuple[dict[tuple[str, st
         return response.usage.input_tokens
 
     for state, questions in records(path, full):
-        waiting.append((questions, engine.submit(as_request(state, questions))))
-        # a sample keeps few in flight, so that it ends near its number of tokens
-        if len(waiting) >= (IN_FLIGHT if full else 2):
-            tokens += collect()
-        if not full and tokens > SAMPLE_TOKENS:
+        # a sample stops while one more record of the largest size seen would still fit
+        if not full and tokens + (len(waiting) + 1) * largest > SAMPLE_TOKENS:
             break
+        waiting.append((questions, engine.submit(as_request(state, questions))))
+        if len(waiting) >= (IN_FLIGHT if full else 2):
+            asked = collect()
+            tokens, largest = tokens + asked, max(largest, asked)
     while waiting:
         tokens += collect()
     return tallies, tokens
