@@ -68,6 +68,8 @@ def serve_run(*args: str, served: Served) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # a test run in the background has interrupts ignored, and children inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -104,7 +106,10 @@ def test_serve_run_serves(keyed: Served, checkpoint: Path) -> None:
             assert client.post("/v1/systemone", json=two).status_code == 422
     finally:
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=180)
+        try:
+            process.communicate(timeout=120)
+        finally:
+            process.kill()
 
 
 def local(*args: str) -> subprocess.CompletedProcess[str]:
