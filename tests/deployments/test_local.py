@@ -69,7 +69,7 @@ def serve_run(*args: str, served: Served) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         # a test run in the background has interrupts ignored, and children inherit that
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
 
 
