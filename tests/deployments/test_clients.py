@@ -143,8 +143,35 @@ except Exception as error:
 """
     env = {"RAY_ADDRESS": served.address, "RAY_AUTH_MODE": "token"}
     out = run([sys.executable, "-c", hide + code + fault], tmp_path, **env).splitlines()
-    assert "billing" in out[-2], out
+    assert "'choice': 'billing'" in out[-2], out
     assert out[-1].endswith("True"), out
+
+
+def test_the_readme_sdk_snippet(served: Served, tmp_path: Path) -> None:
+    """The official SDK, as the README shows it."""
+    (code,) = snippets("sdk")
+    assert run([sys.executable, "-c", code], tmp_path, **sdk_settings(served)).split() == [
+        "billing"
+    ]
+
+
+def test_the_readme_library_snippet() -> None:
+    """Without Ray and without a server."""
+    (code,) = snippets("library")
+    out = run([sys.executable, "-c", code + "\nimport sys; print('ray' in sys.modules)"], ROOT)
+    assert "noul=0." in out
+    assert out.split()[-1] == "False"
+
+
+def test_the_readme_curl_block(served: Served, tmp_path: Path) -> None:
+    """The request of the README's first example, at this server's port."""
+    (line,) = re.findall(r"```bash\n(curl .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    asked = line.replace("http://127.0.0.1:8000", served.url)
+    assert set(json.loads(run(["bash", "-c", asked], tmp_path))["answers"]) == {
+        "team",
+        "angry",
+        "when",
+    }
 
 
 def test_the_readme_curl(served: Served, tmp_path: Path) -> None:
