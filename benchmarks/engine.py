@@ -17,6 +17,7 @@ import torch
 from benchmarks.results_file import Row, stamp, write
 from benchmarks.shapes import SHAPES, WORKLOADS, prompts
 from flide_engine.cache.pool import Pool
+from flide_engine.device_plan import Capacity
 from flide_engine.graphs import Bucket, Graphs
 from flide_engine.kernels import REFERENCE
 from flide_engine.kernels.triton_kernels import TILE, TRITON
@@ -61,9 +62,17 @@ class Bench:
         self.graphs = Graphs(
             self.model,
             self.pool.tensors,
-            BUCKETS,
-            TILE,
-            1024,
+            [
+                Capacity.of(
+                    rows,
+                    16 if rows <= 1024 else TILE,
+                    1024,
+                    132 // self.config.num_key_value_heads,
+                    levels,
+                )
+                for rows in BUCKETS
+                for levels in (1, 2)
+            ],
             self.plan([[prompts("race1")[0][:100]]]),
         )
         torch.cuda.synchronize()

@@ -31,9 +31,11 @@ class Capacity:
     pages: int
     writes: int
     levels: int
+    passed: int
+    turn: int = 1
 
     @classmethod
-    def of(cls, rows: int, tile: int, history: int) -> "Capacity":
+    def of(cls, rows: int, tile: int, history: int, turn: int = 1, levels: int = 2) -> "Capacity":
         """Of a bucket: room for many short branches, and for `history` grains of pages."""
         nodes = rows // 12 + 72
         return cls(
@@ -45,11 +47,13 @@ class Capacity:
             reads=nodes,
             pages=rows // 64 + nodes + history,
             writes=rows // 64 + nodes,
-            levels=2,
+            levels=levels,
+            passed=rows // 64 + 2 * nodes,
+            turn=turn,
         )
 
     @classmethod
-    def exactly(cls, plan: RoundPlan, tile: int) -> "Capacity":
+    def exactly(cls, plan: RoundPlan, tile: int, turn: int = 1) -> "Capacity":
         """Of one plan."""
         n = plan.num_nodes
         return cls(
@@ -62,6 +66,8 @@ class Capacity:
             pages=max(1, len(plan.pages)),
             writes=max(1, len(plan.write_pages)),
             levels=len(plan.level_ends),
+            passed=len(plan.tokens) // 64 + 2 * n,
+            turn=turn,
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -79,20 +85,21 @@ class Capacity:
             "write_rows": (self.writes, 64),
             "read_rows": (r,),
             "counts": (8,),
-            "level_nodes": (self.levels + 1,),
+            "level_scans": (self.levels + 1,),
             "row_nodes": (self.rows,),
-            "chunk_rows": (self.chunks, 67),
-            "chunk_lengths": (self.chunks,),
+            "chunk_rows": (self.chunks, 64),
             "chunk_skips": (self.chunks,),
             "chunk_slots": (self.chunks,),
-            "node_chunks": (n + 1,),
+            "chunk_sources": (self.chunks,),
+            "scans": (n, 4),
+            "resumed": (n, 2),
             "tile_queries": (a, self.tile),
-            "tile_nodes": (a,),
-            "tile_keys": (a, 2),
+            "tile_nodes": (a, 2),
+            "tile_ends": (a, 2),
             "tile_pages": (a, 2),
             "read_tile_queries": (r, self.tile),
-            "read_tile_nodes": (r,),
-            "read_tile_keys": (r, 2),
+            "read_tile_nodes": (r, 2),
+            "read_tile_ends": (r, 2),
             "read_tile_pages": (r, 2),
         }
 
@@ -116,7 +123,7 @@ class Tables:
             self.host[name] = self._host[at : at + size].view(shape).numpy()
             views[name] = self._device[at : at + size].view(shape)
             at += -(-size // 4) * 4  # every array begins on 16 bytes
-        self.stream = _stream(views)
+        self.stream = _stream(views, capacity.passed)
 
     def fill(self, plan: RoundPlan) -> bool:
         """Writes a plan and its work lists on the host. False if the bucket is too small for it."""
@@ -125,10 +132,14 @@ class Tables:
             return False
         chunks = chunk_tasks(plan)
         every = np.arange(plan.num_rows, dtype=np.int32)
-        tiles = attention_tiles(plan, every, self.capacity.tile)
-        reads = attention_tiles(plan, plan.read_rows, self.capacity.tile)
+        tile, turn = self.capacity.tile, self.capacity.turn
+        tiles = attention_tiles(plan, every, tile, turn)
+        reads = attention_tiles(plan, plan.read_rows, tile, turn)
         lengths = np.diff(plan.cu_seqlens)
-        counts = (len(chunks.lengths), len(tiles.nodes), len(reads.nodes), len(plan.write_pages))
+        counts = (
+            len(chunks.rows), len(tiles.nodes), len(reads.nodes), len(plan.write_pages),
+            len(chunks.resumed),
+        )  # fmt: skip
         arrays: dict[str, Ints] = {
             name: getattr(plan, name)
             for name in (
@@ -139,26 +150,29 @@ class Tables:
         arrays |= {
             "tokens": plan.tokens[: plan.num_rows],
             "positions": plan.positions[: plan.num_rows],
-            "counts": np.array([*counts, plan.num_nodes], np.int32),
+            "counts": np.array(counts, np.int32),
             "row_nodes": np.repeat(np.arange(plan.num_nodes, dtype=np.int32), lengths),
             "chunk_rows": chunks.rows,
-            "chunk_lengths": chunks.lengths,
             "chunk_skips": chunks.skips,
             "chunk_slots": chunks.slots,
-            "node_chunks": np.r_[0, chunks.node_ends].astype(np.int32),
+            "chunk_sources": chunks.sources,
+            "scans": chunks.scans,
+            "resumed": chunks.resumed,
             **_tiles("tile_", plan, tiles),
             **_tiles("read_tile_", plan, reads),
         }
         if any(len(array) > len(self.host[name]) for name, array in arrays.items()):
+            return False
+        if chunks.passed > self.capacity.passed:
             return False
         for name, array in arrays.items():
             self.host[name][: len(array)] = array
         for name, array in (("tokens", plan.tokens), ("read_rows", plan.read_rows)):
             self.host[name][min(len(array), plan.num_rows) :] = 0
         self.host["row_nodes"][plan.num_rows :] = -1
-        self.host["level_nodes"][:] = plan.num_nodes
-        self.host["level_nodes"][0] = 0
-        self.host["level_nodes"][1 : 1 + levels] = plan.level_ends
+        self.host["level_scans"][:] = len(chunks.scans)
+        self.host["level_scans"][0] = 0
+        self.host["level_scans"][1 : 1 + levels] = chunks.level_ends
         return True
 
     def upload(self) -> None:
@@ -166,8 +180,9 @@ class Tables:
         self._device.copy_(self._host, non_blocking=True)
 
 
-def _stream(views: dict[str, Tensor]) -> StreamTensors:
-    tasks = StreamTasks(**{name: views[name] for name in StreamTasks.__dataclass_fields__})
+def _stream(views: dict[str, Tensor], passed: int) -> StreamTensors:
+    lists = {n: views[n] for n in StreamTasks.__dataclass_fields__ if n != "passed_states"}
+    tasks = StreamTasks(**lists, passed_states=passed)
     nothing = views["counts"][:0]
     plan = {
         name: views.get(name, nothing)
@@ -179,12 +194,12 @@ def _stream(views: dict[str, Tensor]) -> StreamTensors:
 
 def _tiles(prefix: str, plan: RoundPlan, tiles: AttentionTiles) -> dict[str, Ints]:
     """A tile list's arrays by their names in the buffer."""
-    lists = plan.page_lists[tiles.nodes]
+    lists = plan.page_lists[tiles.nodes[:, 0]]
     ends = plan.page_list_ends[lists]
     begins = np.where(lists > 0, plan.page_list_ends[lists - 1], 0)
     return {
         f"{prefix}queries": tiles.queries,
         f"{prefix}nodes": tiles.nodes,
-        f"{prefix}keys": np.stack([tiles.first_keys, tiles.last_keys], 1).astype(np.int32),
+        f"{prefix}ends": np.stack([tiles.last_rows, tiles.full], 1),
         f"{prefix}pages": np.stack([begins, ends - begins], 1).astype(np.int32),
     }

@@ -4,13 +4,13 @@ A replay costs one copy of the round's tables and one launch. Which tree it runs
 the graph only fixes the most rows, nodes and levels.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flide_engine.device_plan import Capacity, Tables
-from flide_engine.layout.buckets import smallest_bucket
 from flide_engine.layout.plan import RoundPlan
 from flide_engine.models.base import DecisionModel, StateTensors
 
@@ -46,26 +46,21 @@ class Bucket:
 
 
 class Graphs:
-    """Buckets in ascending order of rows, over one memory pool."""
+    """Buckets in ascending order of rows, each with one and with several levels, over one memory
+    pool.
+    """
 
     def __init__(
-        self, model: DecisionModel, state: StateTensors, buckets: tuple[int, ...], tile: int,
-        history: int, example: RoundPlan,
+        self, model: DecisionModel, state: StateTensors, capacities: Sequence[Capacity],
+        example: RoundPlan,
     ) -> None:  # fmt: skip
         """Captures the largest first, so that the others fit into its memory."""
-        self._rows = tuple(sorted(buckets))
-        self._buckets: dict[int, Bucket] = {}
+        self._buckets: list[Bucket] = []
         pool = None
-        for rows in reversed(self._rows):
-            capacity = Capacity.of(rows, tile, history)
-            self._buckets[rows] = Bucket(model, state, capacity, example, pool)
-            pool = pool or self._buckets[rows].graph.pool()
+        for capacity in sorted(capacities, key=lambda c: (c.rows, c.levels), reverse=True):
+            self._buckets.insert(0, Bucket(model, state, capacity, example, pool))
+            pool = pool or self._buckets[0].graph.pool()
 
     def fill(self, plan: RoundPlan) -> Bucket | None:
         """The smallest bucket that holds a plan, filled with it; None if none does."""
-        if plan.num_rows > self._rows[-1]:
-            return None
-        for rows in self._rows[self._rows.index(smallest_bucket(plan.num_rows, self._rows)) :]:
-            if self._buckets[rows].tables.fill(plan):
-                return self._buckets[rows]
-        return None
+        return next((b for b in self._buckets if b.tables.fill(plan)), None)

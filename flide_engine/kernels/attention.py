@@ -1,10 +1,10 @@
-"""Gated fork attention in Triton: `attention_ref` in three launches.
+"""Gated fork attention in Triton: `attention_ref` in two launches.
 
-1. norms and rotation of queries and keys; 2. copies of whole grains into their pages; 3. attention:
-a program takes a tile of queries that share their ancestors, all query heads of one key head at
-once. It goes over the ancestors' pages, then the rows between the grain and the branches' first
-tokens, then the branches' own rows, with one running maximum, sum and accumulator; the output gate
-is its epilogue.
+1. norms and rotation of queries and keys, keys and values also into the pages of whole grains.
+2. attention: a program takes a tile of queries that share their ancestors, all query heads of one
+key head at once. It goes over the ancestors' pages, then over each branch's own keys from the grain
+on, with one running maximum, sum and accumulator; the output gate is its epilogue. Steps are of 64
+keys from a multiple of 64 of the chain, so a query adds up in one order wherever its prompt forks.
 """
 
 import torch
@@ -46,11 +46,24 @@ def _norm_rope(
 
 
 @triton.jit
-def _norm_rope_kernel(
-    q_gate, q_stride, k_v, k_stride, q_norm, k_norm, cos, sin, rows, q_out, k_out, queries, eps,
-    NH: tl.constexpr, NH_BLOCK: tl.constexpr, NKV: tl.constexpr, NKV_BLOCK: tl.constexpr,
-    D: tl.constexpr, HALF: tl.constexpr, GATHER: tl.constexpr,
+def _key_value(
+    k_v, k_out, v_out, weight, cos, sin, eps,
+    NKV: tl.constexpr, NKV_BLOCK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
+    """One row's keys, normed and rotated, and its values as they are."""
+    _norm_rope(k_v, k_out, weight, cos, sin, eps, NKV, NKV_BLOCK, D, D, HALF)
+    at = tl.arange(0, NKV_BLOCK)[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(v_out + at, tl.load(k_v + NKV * D + at, mask=at < NKV * D), mask=at < NKV * D)
+
+
+@triton.jit
+def _project_kernel(
+    q_gate, q_stride, k_v, k_stride, q_norm, k_norm, cos, sin, rows, q_out, k_out, v_out,
+    keys, values, write_pages, write_rows, counts, queries, tokens, eps,
+    NH: tl.constexpr, NH_BLOCK: tl.constexpr, NKV: tl.constexpr, NKV_BLOCK: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, GATHER: tl.constexpr, count_at: tl.constexpr,
+):  # fmt: skip
+    """Queries, then the stream's keys and values, then whole grains into their pages."""
     i = tl.program_id(0).to(tl.int64)
     if i < queries:
         row = tl.load(rows + i).to(tl.int64) if GATHER else i
@@ -58,27 +71,21 @@ def _norm_rope_kernel(
             q_gate + i * q_stride, q_out + i * NH * D, q_norm, cos + row * HALF, sin + row * HALF,
             eps, NH, NH_BLOCK, 2 * D, D, HALF,
         )  # fmt: skip
-    else:
+    elif i < queries + tokens:
         row = i - queries
-        _norm_rope(
-            k_v + row * k_stride, k_out + row * NKV * D, k_norm, cos + row * HALF, sin + row * HALF,
-            eps, NKV, NKV_BLOCK, D, D, HALF,
+        _key_value(
+            k_v + row * k_stride, k_out + row * NKV * D, v_out + row * NKV * D,
+            k_norm, cos + row * HALF, sin + row * HALF, eps, NKV, NKV_BLOCK, D, HALF,
         )  # fmt: skip
-
-
-@triton.jit
-def _write_pages_kernel(
-    k, v, v_stride, keys, values, write_pages, write_rows, counts,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, count_at: tl.constexpr,
-):  # fmt: skip
-    at = tl.arange(0, BLOCK)
-    inside = at < WIDTH
-    for task in range(tl.program_id(0), tl.load(counts + count_at) * 64, tl.num_programs(0)):
-        page = tl.load(write_pages + task // 64).to(tl.int64)
-        row = tl.load(write_rows + task).to(tl.int64)
-        target = (page * 64 + task % 64) * WIDTH + at
-        tl.store(keys + target, tl.load(k + row * WIDTH + at, mask=inside), mask=inside)
-        tl.store(values + target, tl.load(v + row * v_stride + at, mask=inside), mask=inside)
+    else:
+        steps = tl.load(counts + count_at) * 64
+        for step in range(i - queries - tokens, steps, tl.num_programs(0) - queries - tokens):
+            row = tl.load(write_rows + step).to(tl.int64)
+            at = (tl.load(write_pages + step // 64).to(tl.int64) * 64 + step % 64) * NKV * D
+            _key_value(
+                k_v + row * k_stride, keys + at, values + at,
+                k_norm, cos + row * HALF, sin + row * HALF, eps, NKV, NKV_BLOCK, D, HALF,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -86,7 +93,7 @@ def _queries(
     tile_queries, rows, row_nodes, starts, cu_seqlens, m, kv,
     GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
-    """Of each row of a product: whether it exists, query, head, stream row, node, position."""
+    """Of each row of a product: whether it exists, query, head, node, chain position."""
     query = tl.load(tile_queries + m // GROUP_BLOCK)
     there = (query >= 0) & (m % GROUP_BLOCK < GROUP)
     query = tl.where(there, query, 0).to(tl.int64)
@@ -95,41 +102,45 @@ def _queries(
     node = tl.where(there, tl.load(row_nodes + row), -2)
     start = tl.load(starts + node, mask=there, other=0)
     time = start + row - tl.load(cu_seqlens + node, mask=there, other=0)
-    return there, query, head, row, node, time
+    return there, query, head, node, time
 
 
 @triton.jit
-def _one_tile(q, k, v, seen, top, total, acc, scale, precision: tl.constexpr):
-    """One step of the running softmax over 64 keys; `seen` masks [M, 64]."""
-    s = tl.dot(q, tl.trans(k), input_precision=precision) * scale
-    s = tl.where(seen, s, float("-inf"))
+def _one_tile(q, k, v, s_mask, top, total, acc, scale, MASK: tl.constexpr, product: tl.constexpr):
+    """One step of the running softmax over 64 keys; with MASK, `s_mask` [M, 64] says which."""
+    s = tl.dot(q, tl.trans(k), input_precision=product)
+    if MASK:
+        s = tl.where(s_mask, s, float("-inf"))
     now = tl.maximum(top, tl.max(s, 1))
-    safe = tl.where(now == float("-inf"), 0.0, now)
-    p = tl.exp2(s - safe[:, None])
-    shrink = tl.exp2(top - safe)
-    total = total * shrink + tl.sum(p, 1)
-    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=precision)
+    # a row that has seen nothing yet stays at -inf without turning into NaN
+    safe = tl.where(now == float("-inf"), 0.0, now) if MASK else now
+    # fused by hand, so that both kinds of step round alike
+    p = tl.exp2(tl.fma(s, scale, -(safe * scale)[:, None]))
+    shrink = tl.exp2((top - safe) * scale)
+    total = tl.fma(total, shrink, tl.sum(p, 1))
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=product)
     return now, total, acc
 
 
 @triton.jit
 def _attention_kernel(
-    q, q_gate, gate_stride, k, v, v_stride, keys, values, out, rows,
-    tile_queries, tile_nodes, tile_keys, tile_pages, pages, chain_rows, starts, cu_seqlens,
+    q, q_gate, gate_stride, k, v, keys, values, out, rows,
+    tile_queries, tile_nodes, tile_ends, tile_pages, pages, chain_rows, starts, cu_seqlens,
     row_nodes, counts, scale,
     NKV: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, TILE: tl.constexpr,
-    D: tl.constexpr, WINDOW: tl.constexpr, GATHER: tl.constexpr, count_at: tl.constexpr,
-    precision: tl.constexpr,
+    D: tl.constexpr, WINDOW: tl.constexpr, GATHER: tl.constexpr, STAGES: tl.constexpr,
+    count_at: tl.constexpr, product: tl.constexpr,
 ):  # fmt: skip
     NH: tl.constexpr = NKV * GROUP
     M: tl.constexpr = TILE * GROUP_BLOCK
     m = tl.arange(0, M)
     j = tl.arange(0, 64)
     d = tl.arange(0, D)
+    inner = j[:, None] * (NKV * D) + d[None, :]
     for task in range(tl.program_id(0), tl.load(counts + count_at) * NKV, tl.num_programs(0)):
         tile = task // NKV
         kv = task % NKV
-        there, query, head, row, node, time = _queries(
+        there, query, head, node, time = _queries(
             tile_queries + tile * TILE, rows, row_nodes, starts, cu_seqlens, m, kv,
             GROUP, GROUP_BLOCK, GATHER,
         )  # fmt: skip
@@ -139,46 +150,68 @@ def _attention_kernel(
         total = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, D], tl.float32)
         first_page = tl.load(tile_pages + 2 * tile)
-        count = tl.load(tile_pages + 2 * tile + 1)
-        shared = tl.load(tile_nodes + tile)
-        for i in range(count):
-            page = tl.load(pages + first_page + i).to(tl.int64)
-            place = (((page * 64 + j) * NKV + kv) * D)[:, None] + d[None, :]
-            b_k = tl.load(keys + place)
-            b_v = tl.load(values + place)
-            seen = there[:, None] & (j >= 0)[None, :]
-            if WINDOW > 0:
-                seen = seen & (time[:, None] - (i * 64 + j)[None, :] < WINDOW)
-            top, total, acc = _one_tile(b_q, b_k, b_v, seen, top, total, acc, scale, precision)
-        begin = tl.load(starts + shared)
-        tail = begin % 64
-        if tail > 0:
-            past = tl.load(chain_rows + shared * 66 + 3 + j, mask=j < tail, other=0).to(tl.int64)
-            b_k = tl.load(k + ((past * NKV + kv) * D)[:, None] + d[None, :])
-            b_v = tl.load(v + (past * v_stride + kv * D)[:, None] + d[None, :])
-            seen = there[:, None] & (j < tail)[None, :]
-            if WINDOW > 0:
-                seen = seen & (time[:, None] - (begin - tail + j)[None, :] < WINDOW)
-            top, total, acc = _one_tile(b_q, b_k, b_v, seen, top, total, acc, scale, precision)
-        low = tl.load(tile_keys + 2 * tile)
-        high = tl.load(tile_keys + 2 * tile + 1) + 1
-        for base in range(low, high, 64):
-            key = base + j
-            real = key < high
-            spot = tl.where(real, key, 0).to(tl.int64)
-            b_k = tl.load(k + ((spot * NKV + kv) * D)[:, None] + d[None, :])
-            b_v = tl.load(v + (spot * v_stride + kv * D)[:, None] + d[None, :])
-            same = node[:, None] == tl.load(row_nodes + spot)[None, :]
-            seen = same & real[None, :] & (key[None, :] <= row[:, None])
-            if WINDOW > 0:
-                seen = seen & (row[:, None] - key[None, :] < WINDOW)
-            top, total, acc = _one_tile(b_q, b_k, b_v, seen, top, total, acc, scale, precision)
+        past = tl.load(tile_pages + 2 * tile + 1)
+        first = tl.load(tile_nodes + 2 * tile)
+        last = tl.load(tile_nodes + 2 * tile + 1)
+        end = tl.load(tile_ends + 2 * tile) + 1
+        full = tl.load(tile_ends + 2 * tile + 1)
+        tail = tl.load(starts + first) % 64
+        # Steps over 64 keys each, in order of position: pages; the tile of the grain that the
+        # branches begin in, whose first keys are their ancestors'; the branch's own. A node has its
+        # steps to itself, so that no neighbour moves a key to another place of a product.
+        for half in range(first * 2, last * 2 + 2):
+            own = half // 2
+            after = half % 2  # the straddling tile
+            low = tl.load(cu_seqlens + own)
+            high = tl.minimum(tl.load(cu_seqlens + own + 1), end)
+            steps = (high - low + tail + 63) // 64
+            if tail == 0:
+                open_from = tl.where(half == first * 2, -past, 0)
+                open_to = tl.where(after == 0, full, open_from)
+                held_to = tl.where(after == 0, steps, 0)
+            elif after == 0:
+                open_from = tl.where(half == first * 2, -past, 0)
+                open_to = 0
+                held_to = 1
+            else:
+                open_from = 1
+                open_to = full
+                held_to = steps
+            held_from = tl.maximum(open_to, after)
+            for t in tl.range(open_from, open_to, num_stages=STAGES):
+                page = tl.load(pages + first_page + past + t, mask=t < 0, other=0).to(tl.int64)
+                page = page * (64 * NKV * D) + kv * D
+                mine = (low - tail + 64 * t).to(tl.int64) * (NKV * D) + kv * D
+                b_k = tl.load(tl.where(t < 0, keys + page, k + mine) + inner)
+                b_v = tl.load(tl.where(t < 0, values + page, v + mine) + inner)
+                seen = there[:, None]
+                if WINDOW > 0:
+                    seen = seen & (time[:, None] - ((past + t) * 64 + j)[None, :] < WINDOW)
+                top, total, acc = _one_tile(
+                    b_q, b_k, b_v, seen, top, total, acc, scale, WINDOW > 0, product
+                )
+            for t in tl.range(held_from, held_to, num_stages=1):
+                index = 64 * t - tail + j
+                row = tl.load(chain_rows + own * 66 + 3 + j, mask=index < 0, other=0)
+                row = tl.where(index < 0, row, low + index)
+                real = low + index < high
+                place = tl.where(real, row, 0).to(tl.int64) * (NKV * D) + kv * D
+                b_k = tl.load(k + place[:, None] + d[None, :])
+                b_v = tl.load(v + place[:, None] + d[None, :])
+                position = (past + t) * 64 + j
+                seen = (node == own)[:, None] & real[None, :]
+                seen = seen & (position[None, :] <= time[:, None])
+                if WINDOW > 0:
+                    seen = seen & (time[:, None] - position[None, :] < WINDOW)
+                top, total, acc = _one_tile(
+                    b_q, b_k, b_v, seen, top, total, acc, scale, True, product
+                )
         gate = tl.load(
             q_gate + (query * gate_stride + head * 2 * D + D)[:, None] + d[None, :],
             mask=there[:, None], other=0.0,
         ).to(tl.float32)  # fmt: skip
-        mixed = (acc / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty)
-        value = mixed.to(tl.float32) / (1.0 + tl.exp(-gate))
+        value = (acc / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty)
+        value = value.to(tl.float32) / (1.0 + tl.exp(-gate))
         tl.store(out + at, value.to(out.dtype.element_ty), mask=there[:, None])
 
 
@@ -195,45 +228,44 @@ def attention(
     shape: AttentionShape,
     stream: StreamTensors,
     programs: int = 132,
+    warps: int | None = None,
+    stages: int = 2,
 ) -> Tensor:
     """`attention_ref` in Triton. Needs `stream.tasks`; `rows`: None or `stream.read_rows`."""
     tasks = stream.tasks
     assert tasks is not None, "the GPU kernels need the stream's work lists"
     nh, nkv, hd = shape.heads, shape.kv_heads, shape.head_dim
-    group = nh // nkv
-    queries, half = len(q_gate), cos.shape[1]
+    group, queries, tokens = nh // nkv, len(q_gate), len(k_v)
     q = q_gate.new_empty(queries, nh, hd)
-    k = k_v.new_empty(len(k_v), nkv, hd)
-    v = k_v[:, nkv * hd :]
-    gathered = rows is not None
+    # open steps take whole grains and so may read, and ignore, rows past the end
+    k, v = k_v.new_empty(2, tokens, nkv, hd)
     index = rows if rows is not None else stream.read_rows
-    _norm_rope_kernel[(queries + len(k_v),)](
-        q_gate, q_gate.stride(0), k_v, k_v.stride(0), q_norm, k_norm, cos, sin, index, q, k,
-        queries, shape.eps, NH=nh, NH_BLOCK=triton.next_power_of_2(nh), NKV=nkv,
-        NKV_BLOCK=triton.next_power_of_2(nkv), D=hd, HALF=half, GATHER=gathered, num_warps=4,
+    _project_kernel[(queries + tokens + 4 * programs,)](
+        q_gate, q_gate.stride(0), k_v, k_v.stride(0), q_norm, k_norm, cos, sin, index, q, k, v,
+        keys, values, stream.write_pages, stream.write_rows, tasks.counts, queries, tokens,
+        shape.eps, NH=nh, NH_BLOCK=triton.next_power_of_2(nh), NKV=nkv,
+        NKV_BLOCK=triton.next_power_of_2(nkv), D=hd, HALF=cos.shape[1], GATHER=rows is not None,
+        count_at=WRITTEN_PAGES, num_warps=4,
     )  # fmt: skip
-    width = nkv * hd
-    _write_pages_kernel[(programs,)](
-        k, v, v.stride(0), keys, values, stream.write_pages, stream.write_rows, tasks.counts,
-        WIDTH=width, BLOCK=triton.next_power_of_2(width), count_at=WRITTEN_PAGES, num_warps=4,
-    )  # fmt: skip
-    out = q_gate.new_zeros(queries, nh * hd)
+    out = torch.empty_like(q).flatten(1)
     lists = (
-        (
+        (tasks.tile_queries, tasks.tile_nodes, tasks.tile_ends, tasks.tile_pages)
+        if rows is None
+        else (
             tasks.read_tile_queries,
             tasks.read_tile_nodes,
-            tasks.read_tile_keys,
+            tasks.read_tile_ends,
             tasks.read_tile_pages,
         )
-        if gathered
-        else (tasks.tile_queries, tasks.tile_nodes, tasks.tile_keys, tasks.tile_pages)
     )
+    block = triton.next_power_of_2(group)
     _attention_kernel[(programs,)](
-        q, q_gate, q_gate.stride(0), k, v, v.stride(0), keys, values, out, index, *lists,
+        q, q_gate, q_gate.stride(0), k, v, keys, values, out, index, *lists,
         stream.pages, stream.chain_rows, stream.starts, stream.cu_seqlens, tasks.row_nodes,
-        tasks.counts, hd**-0.5 * LOG2_E, NKV=nkv, GROUP=group,
-        GROUP_BLOCK=triton.next_power_of_2(group), TILE=lists[0].shape[1], D=hd,
-        WINDOW=shape.window or 0, GATHER=gathered, count_at=READ_TILES if gathered else TILES,
-        precision="ieee" if q.dtype == torch.float32 else "tf32", num_warps=8, num_stages=2,
+        tasks.counts, hd**-0.5 * LOG2_E, NKV=nkv, GROUP=group, GROUP_BLOCK=block,
+        TILE=lists[0].shape[1], D=hd, WINDOW=shape.window or 0, GATHER=rows is not None, STAGES=stages,
+        count_at=TILES if rows is None else READ_TILES,
+        product="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=warps or (8 if lists[0].shape[1] * block > 64 else 4),
     )  # fmt: skip
     return out

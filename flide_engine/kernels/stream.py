@@ -10,32 +10,35 @@ class StreamTasks:
     """Work lists of the GPU kernels (`layout.tasks`), at the capacity of a bucket; int32.
 
     counts [8]: how many of each exist, by the places below.
-    level_nodes [L+1]: nodes of level l are level_nodes[l] .. level_nodes[l+1]; empty levels repeat.
+    level_scans [L+1]: scans of level l are level_scans[l] .. level_scans[l+1]; empty levels repeat.
     row_nodes [T]: node of each row, -1 for padding.
-    chunk_*: see ChunkTasks. node_chunks [N+1]: first chunk of each node, then their number.
+    chunk_*, scans, resumed: see ChunkTasks. passed_states: room for what the scans pass on.
     tile_* and read_tile_*: see AttentionTiles, for all rows and for the read rows.
+    tile_ends [A, 2]: last_rows and full of AttentionTiles; read_tile_ends alike.
     tile_pages [A, 2]: first entry and number of the tile's pages in `pages`; read_tile_pages alike.
     """
 
     counts: Tensor
-    level_nodes: Tensor
+    level_scans: Tensor
     row_nodes: Tensor
     chunk_rows: Tensor
-    chunk_lengths: Tensor
     chunk_skips: Tensor
     chunk_slots: Tensor
-    node_chunks: Tensor
+    chunk_sources: Tensor
+    scans: Tensor
+    resumed: Tensor
     tile_queries: Tensor
     tile_nodes: Tensor
-    tile_keys: Tensor
+    tile_ends: Tensor
     tile_pages: Tensor
     read_tile_queries: Tensor
     read_tile_nodes: Tensor
-    read_tile_keys: Tensor
+    read_tile_ends: Tensor
     read_tile_pages: Tensor
+    passed_states: int
 
 
-CHUNKS, TILES, READ_TILES, WRITTEN_PAGES, NODES = range(5)
+CHUNKS, TILES, READ_TILES, WRITTEN_PAGES, RESUMED = range(5)
 """Places in `StreamTasks.counts`."""
 
 

@@ -13,33 +13,64 @@ from tests.layout.test_stream import forests, keys_of, plan_of
 @settings(max_examples=60, deadline=None)
 @given(st.lists(forests(), min_size=1, max_size=3))
 def test_chunks_spell_each_node_from_its_grain(trees: list[Forest]) -> None:
-    """Tail and own rows in order, three rows before each chunk, stores at the chunk they end."""
+    """Tail and own rows in order, stores at the chunk they end."""
     plan = plan_of([Job(t) for t in trees], "token")
     tasks = chunk_tasks(plan)
-    low = 0
     stores = {
         (int(n), int(p)): int(s)
         for n, p, s in zip(plan.store_nodes, plan.store_positions, plan.store_slots, strict=True)
     }
     seen = set()
-    for node, high in enumerate(tasks.node_ends):
-        start = int(plan.starts[node])
-        grain = start // 64 * 64
-        chain = keys_before(plan, node) + list(
-            range(plan.cu_seqlens[node], plan.cu_seqlens[node + 1])
-        )
-        for i, c in enumerate(range(low, high)):
-            at = grain + 64 * i
+    c = 0
+    for node, start in enumerate(plan.starts.tolist()):
+        own = range(plan.cu_seqlens[node], plan.cu_seqlens[node + 1])
+        chain = keys_before(plan, node) + list(own)
+        for at in range(start // 64 * 64, len(chain), 64):
             assert tasks.rows[c].tolist() == [
-                chain[p] if 0 <= p < len(chain) else -1 for p in range(at - 3, at + 64)
+                chain[p] if p < len(chain) else -1 for p in range(at, at + 64)
             ]
-            assert tasks.lengths[c] == min(64, len(chain) - at)
-            assert tasks.skips[c] == (start - grain if i == 0 else 0)
+            assert tasks.skips[c] == max(0, start - at)
             assert tasks.slots[c] == stores.get((node, at + 64), -1)
             if tasks.slots[c] >= 0:
                 seen.add((node, at + 64))
-        low = int(high)
+            c += 1
+    assert c == len(tasks.rows)
     assert seen == set(stores)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(forests(), min_size=1, max_size=3))
+def test_every_chunk_is_handed_the_state_after_the_chunk_before(trees: list[Forest]) -> None:
+    """Run as the kernels do: scans level by level; what a chunk is handed spells its chain."""
+    plan = plan_of([Job(t) for t in trees], "token")
+    tasks = chunk_tasks(plan)
+    slots: dict[int, list[int]] = {-1: []}
+    handed: dict[int, list[int]] = {-1: []}
+    for slot, number in tasks.resumed.tolist():
+        slots[slot] = handed[number] = [-2 - slot]  # from before the round
+
+    def after(state: list[int], c: int) -> list[int]:
+        return state + [r for r in tasks.rows[c].tolist() if r >= 0]
+
+    low = 0
+    for high in tasks.level_ends.tolist():
+        found = {}
+        for first, count, slot, number in tasks.scans[low:high].tolist():
+            state = slots[slot]
+            for i in range(count):
+                state = handed[number + i] = after(state, first + i)
+                if tasks.slots[first + i] >= 0:
+                    found[int(tasks.slots[first + i])] = state
+        slots |= found
+        low = high
+    assert len(handed) - 1 == tasks.passed
+    for c, source in enumerate(tasks.sources.tolist()):
+        state, rows = handed[source], tasks.rows[c]
+        node = int(np.searchsorted(plan.cu_seqlens, rows[tasks.skips[c]], side="right")) - 1
+        chain = keys_before(plan, node) + list(
+            range(plan.cu_seqlens[node], plan.cu_seqlens[node + 1])
+        )
+        assert state == chain[: chain.index(rows[0])]
 
 
 def keys_before(plan: object, node: int) -> list[int]:
@@ -56,16 +87,19 @@ def test_tiles_hold_every_query_once_beside_its_keys(
     """Queries of a tile share pages and tail, and their own keys lie in its range."""
     plan = plan_of([Job(t) for t in trees], "token")
     rows = plan.read_rows if only_reads else np.arange(plan.num_rows, dtype=np.int32)
-    tiles = attention_tiles(plan, rows, tile)
+    tiles = attention_tiles(plan, rows, tile, 3)
     placed = tiles.queries[tiles.queries >= 0]
     assert sorted(placed.tolist()) == list(range(len(rows)))
     for a, queries in enumerate(tiles.queries):
-        shared = int(tiles.nodes[a])
+        shared, last = tiles.nodes[a].tolist()
         for query in queries[queries >= 0]:
             row = int(rows[query])
             node = int(np.searchsorted(plan.cu_seqlens, row, side="right")) - 1
             assert plan.page_lists[node] == plan.page_lists[shared]
             assert plan.starts[node] == plan.starts[shared]
             assert plan.chain_rows[node].tolist() == plan.chain_rows[shared].tolist()
-            assert tiles.first_keys[a] <= plan.cu_seqlens[node]
-            assert row <= tiles.last_keys[a]
+            assert shared <= node <= last
+            assert row <= tiles.last_rows[a]
+            # whole steps: every query of the tile is past them
+            own = row - plan.cu_seqlens[node] + plan.starts[node] % 64
+            assert tiles.full[a] == 0 or (shared == last and 64 * tiles.full[a] <= own + 1)
