@@ -46,7 +46,17 @@ WORKLOADS = {
     "short36x9": (40, 36, 9),
     "short100x4": (100, 100, 4),
     "jev2x255": (300, 510, 12),
+    "long24k": (24000, 8, 90),
 }
+
+LABELS = np.arange(1000, 1038, dtype=np.int32)
+"""Head rows that every question reads."""
+
+
+def tokens_of(work: str) -> int:
+    """Tokens of one request: the state once, each question once."""
+    state, questions, tokens = WORKLOADS[work]
+    return state + questions * tokens
 
 
 def prompts(work: str, vocab: int = 200_000, seed: int = 0) -> list[NDArray[np.int32]]:

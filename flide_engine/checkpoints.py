@@ -82,13 +82,24 @@ class Checkpoints:
         if not self._keep or anchor.position > work.rendered.state_tokens:
             return
         text = work.rendered.prompts[0]
-        _, pages, slot_taken = self.index.insert(
+        checkpoint, pages, slot_taken = self.index.insert(
             work.tenant, text, work.keys, anchor.pages, anchor.slot, self._clock(), work.name
         )
         self._pool.pages.retain(pages)
         if slot_taken:
+            work.kept.append(checkpoint)
             self._pool.slots.retain(np.array([anchor.slot], np.int32))
             self.version += 1
+
+    def disown(self, work: RequestWork) -> None:
+        """Forgets what work left, unless another request is using it: its values were not finite.
+
+        What another uses is the same computation, and fails there too.
+        """
+        for checkpoint in work.kept:
+            if not checkpoint.locks and checkpoint in self.index:
+                self._free(self.index.remove(checkpoint))
+        work.kept.clear()
 
     def make_room(self, error: PoolExhausted) -> bool:
         """Evicts until what a round lacked is free. False if not enough can be."""

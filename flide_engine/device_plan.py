@@ -13,9 +13,24 @@ from torch import Tensor
 
 from flide_engine.kernels.stream import StreamTasks, StreamTensors
 from flide_engine.layout.plan import RoundPlan
-from flide_engine.layout.tasks import AttentionTiles, attention_tiles, chunk_tasks
+from flide_engine.layout.tasks import (
+    MIN_PIECE,
+    cut_pieces,
+    stores_of,
+    write_chunks,
+    write_row_nodes,
+    write_scans,
+    write_tiles,
+)
+from flide_engine.readout import Asked
 
 Ints = NDArray[np.int32]
+
+COPIED = (
+    "cu_seqlens", "starts", "initial_slots", "chain_rows", "pages", "write_pages", "write_rows",
+    "read_rows",
+)  # fmt: skip
+"""Arrays of a plan that the device takes as they are."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +45,14 @@ class Capacity:
     reads: int
     pages: int
     writes: int
-    levels: int
+    stages: int
     passed: int
+    carries: int
+    labels: int
     turn: int = 1
 
     @classmethod
-    def of(cls, rows: int, tile: int, history: int, turn: int = 1, levels: int = 2) -> "Capacity":
+    def of(cls, rows: int, tile: int, history: int, turn: int = 1, stages: int = 2) -> "Capacity":
         """Of a bucket: room for many short branches, and for `history` grains of pages."""
         nodes = rows // 12 + 72
         return cls(
@@ -47,13 +64,15 @@ class Capacity:
             reads=nodes,
             pages=rows // 64 + nodes + history,
             writes=rows // 64 + nodes,
-            levels=levels,
+            stages=stages,
             passed=rows // 64 + 2 * nodes,
+            carries=rows // 64 // MIN_PIECE + 1,
+            labels=4 * rows + 1024,
             turn=turn,
         )
 
     @classmethod
-    def exactly(cls, plan: RoundPlan, tile: int, turn: int = 1) -> "Capacity":
+    def exactly(cls, plan: RoundPlan, tile: int, turn: int = 1, stages: int = 0) -> "Capacity":
         """Of one plan."""
         n = plan.num_nodes
         return cls(
@@ -65,8 +84,10 @@ class Capacity:
             reads=max(1, len(plan.read_rows)),
             pages=max(1, len(plan.pages)),
             writes=max(1, len(plan.write_pages)),
-            levels=len(plan.level_ends),
-            passed=len(plan.tokens) // 64 + 2 * n,
+            stages=stages or len(plan.level_ends),
+            passed=len(plan.tokens) // 64 + 2 * n + len(plan.store_nodes),
+            carries=len(plan.tokens) // 64 // MIN_PIECE + 1,
+            labels=256,
             turn=turn,
         )
 
@@ -84,14 +105,17 @@ class Capacity:
             "write_pages": (self.writes,),
             "write_rows": (self.writes, 64),
             "read_rows": (r,),
+            "label_reads": (self.labels,),
+            "label_rows": (self.labels,),
             "counts": (8,),
-            "level_scans": (self.levels + 1,),
+            "stage_chunks": (self.stages + 1,),
+            "stage_scans": (self.stages + 1,),
             "row_nodes": (self.rows,),
             "chunk_rows": (self.chunks, 64),
             "chunk_skips": (self.chunks,),
             "chunk_slots": (self.chunks,),
             "chunk_sources": (self.chunks,),
-            "scans": (n, 4),
+            "scans": (n + self.carries, 6),
             "resumed": (n, 2),
             "tile_queries": (a, self.tile),
             "tile_nodes": (a, 2),
@@ -113,76 +137,97 @@ class Tables:
         sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
         total = sum(-(-size // 4) * 4 for size in sizes.values())
         pinned = device.type == "cuda"
-        self._host = torch.zeros(total, dtype=torch.int32, pin_memory=pinned)
+        self._hosts = [torch.zeros(total, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._device = torch.zeros(total, dtype=torch.int32, device=device)
-        self.host: dict[str, Ints] = {}
+        self._turn = 0
         views: dict[str, Tensor] = {}
+        hosts: list[dict[str, Ints]] = [{}, {}]
         at = 0
         for name, shape in shapes.items():
             size = sizes[name]
-            self.host[name] = self._host[at : at + size].view(shape).numpy()
+            for host, buffer in zip(hosts, self._hosts, strict=True):
+                host[name] = buffer[at : at + size].view(shape).numpy()
             views[name] = self._device[at : at + size].view(shape)
             at += -(-size // 4) * 4  # every array begins on 16 bytes
-        self.stream = _stream(views, capacity.passed)
+        self._views = hosts
+        self._every = np.arange(capacity.rows, dtype=np.int32)
+        self.stream = _stream(views, capacity)
+        self.label_reads, self.label_rows = views["label_reads"], views["label_rows"]
 
-    def fill(self, plan: RoundPlan) -> bool:
+    @property
+    def host(self) -> dict[str, Ints]:
+        """The arrays of the next upload."""
+        return self._views[self._turn]
+
+    def fill(self, plan: RoundPlan, asked: Asked) -> bool:
         """Writes a plan and its work lists on the host. False if the bucket is too small for it."""
-        levels = len(plan.level_ends)
-        if plan.num_rows > self.capacity.rows or levels > self.capacity.levels:
+        most, levels = self.capacity, len(plan.level_ends)
+        if plan.num_rows > most.rows or levels > most.stages or plan.num_nodes > most.nodes:
             return False
-        chunks = chunk_tasks(plan)
-        every = np.arange(plan.num_rows, dtype=np.int32)
-        tile, turn = self.capacity.tile, self.capacity.turn
-        tiles = attention_tiles(plan, every, tile, turn)
-        reads = attention_tiles(plan, plan.read_rows, tile, turn)
-        lengths = np.diff(plan.cu_seqlens)
-        counts = (
-            len(chunks.rows), len(tiles.nodes), len(reads.nodes), len(plan.write_pages),
-            len(chunks.resumed),
-        )  # fmt: skip
-        arrays: dict[str, Ints] = {
-            name: getattr(plan, name)
-            for name in (
-                "cu_seqlens", "starts", "initial_slots", "chain_rows", "pages", "write_pages",
-                "write_rows", "read_rows",
-            )
-        }  # fmt: skip
+        pieces = cut_pieces(plan.cu_seqlens, plan.starts, plan.level_ends, most.stages)
+        chunks = int(pieces[:, 3].sum())
+        # a node's last chunk passes no state on but for a store, a node resumes from one slot
+        if chunks > most.chunks or chunks + len(plan.store_nodes) > most.passed:
+            return False
+        host, arrays = self.host, {name: getattr(plan, name) for name in COPIED}
         arrays |= {
             "tokens": plan.tokens[: plan.num_rows],
             "positions": plan.positions[: plan.num_rows],
-            "counts": np.array(counts, np.int32),
-            "row_nodes": np.repeat(np.arange(plan.num_nodes, dtype=np.int32), lengths),
-            "chunk_rows": chunks.rows,
-            "chunk_skips": chunks.skips,
-            "chunk_slots": chunks.slots,
-            "chunk_sources": chunks.sources,
-            "scans": chunks.scans,
-            "resumed": chunks.resumed,
-            **_tiles("tile_", plan, tiles),
-            **_tiles("read_tile_", plan, reads),
+            "label_reads": asked.reads,
+            "label_rows": asked.rows,
         }
-        if any(len(array) > len(self.host[name]) for name, array in arrays.items()):
-            return False
-        if chunks.passed > self.capacity.passed:
+        if any(len(array) > len(host[name]) for name, array in arrays.items()):
             return False
         for name, array in arrays.items():
-            self.host[name][: len(array)] = array
-        for name, array in (("tokens", plan.tokens), ("read_rows", plan.read_rows)):
-            self.host[name][min(len(array), plan.num_rows) :] = 0
-        self.host["row_nodes"][plan.num_rows :] = -1
-        self.host["level_scans"][:] = len(chunks.scans)
-        self.host["level_scans"][0] = 0
-        self.host["level_scans"][1 : 1 + levels] = chunks.level_ends
+            host[name][: len(array)] = array
+        host["tokens"][plan.num_rows :] = 0
+        host["read_rows"][len(plan.read_rows) :] = 0
+        host["label_reads"][len(asked.reads) :] = -1
+        write_row_nodes(plan.cu_seqlens, host["row_nodes"])
+        tiles = self._tiles("tile_", plan, self._every[: plan.num_rows])
+        reads = self._tiles("read_tile_", plan, plan.read_rows)
+        if tiles < 0 or reads < 0:
+            return False
+        resumed = self._chunks(plan, pieces)
+        host["counts"][:5] = chunks, tiles, reads, len(plan.write_pages), resumed
         return True
 
+    def _tiles(self, prefix: str, plan: RoundPlan, rows: Ints) -> int:
+        every = rows is not plan.read_rows
+        order = rows if every else np.argsort(rows, kind="stable").astype(np.int32)
+        lists = (self.host[f"{prefix}{name}"] for name in ("queries", "nodes", "ends", "pages"))
+        return write_tiles(
+            rows, order, self.capacity.tile, self.capacity.turn,
+            plan.cu_seqlens, plan.starts, plan.parents, plan.page_lists, plan.page_list_ends,
+            *lists,
+        )  # fmt: skip
+
+    def _chunks(self, plan: RoundPlan, pieces: Ints) -> int:
+        """Writes chunks and scans: how many states are resumed from."""
+        host = self.host
+        write_chunks(
+            pieces, plan.cu_seqlens, plan.starts, plan.chain_rows,
+            host["chunk_rows"], host["chunk_skips"], host["stage_chunks"],
+        )  # fmt: skip
+        return write_scans(
+            pieces, plan.starts, plan.initial_slots, stores_of(plan),
+            host["chunk_slots"], host["chunk_sources"], host["scans"], host["stage_scans"],
+            host["resumed"],
+        )  # fmt: skip
+
     def upload(self) -> None:
-        """One copy of the whole buffer, asynchronous on the current stream."""
-        self._device.copy_(self._host, non_blocking=True)
+        """One copy of the whole buffer, asynchronous on the current stream.
+
+        The next round is filled into the other host buffer: this one is free again when the round
+        after it is filled.
+        """
+        self._device.copy_(self._hosts[self._turn], non_blocking=True)
+        self._turn ^= 1
 
 
-def _stream(views: dict[str, Tensor], passed: int) -> StreamTensors:
-    lists = {n: views[n] for n in StreamTasks.__dataclass_fields__ if n != "passed_states"}
-    tasks = StreamTasks(**lists, passed_states=passed)
+def _stream(views: dict[str, Tensor], capacity: Capacity) -> StreamTensors:
+    lists = {name: views[name] for name in StreamTasks.__dataclass_fields__ if name in views}
+    tasks = StreamTasks(**lists, passed_states=capacity.passed, carries=capacity.carries)
     nothing = views["counts"][:0]
     plan = {
         name: views.get(name, nothing)
@@ -190,16 +235,3 @@ def _stream(views: dict[str, Tensor], passed: int) -> StreamTensors:
         if name not in {"level_ends", "tasks"}
     }
     return StreamTensors(level_ends=(), tasks=tasks, **plan)
-
-
-def _tiles(prefix: str, plan: RoundPlan, tiles: AttentionTiles) -> dict[str, Ints]:
-    """A tile list's arrays by their names in the buffer."""
-    lists = plan.page_lists[tiles.nodes[:, 0]]
-    ends = plan.page_list_ends[lists]
-    begins = np.where(lists > 0, plan.page_list_ends[lists - 1], 0)
-    return {
-        f"{prefix}queries": tiles.queries,
-        f"{prefix}nodes": tiles.nodes,
-        f"{prefix}ends": np.stack([tiles.last_rows, tiles.full], 1),
-        f"{prefix}pages": np.stack([begins, ends - begins], 1).astype(np.int32),
-    }

@@ -32,10 +32,13 @@ from flide_engine.errors import (
     UnknownModel,
     as_faults,
 )
+from flide_engine.executor import Eager, Executor
 from flide_engine.families.base import ModelCard, Rendered
 from flide_engine.families.registry import load_family
+from flide_engine.kernels import REFERENCE, Kernels
 from flide_engine.layout.state_shape import StateShape
 from flide_engine.loop import RoundLoop, fail
+from flide_engine.models.base import DecisionModel
 from flide_engine.models.registry import load_model
 from flide_engine.models.weights import weights_hash
 from flide_engine.resolve import (
@@ -84,7 +87,7 @@ class Engine:
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         self.weights_hash = weights_hash(folder)
-        kernels, tile = resolve_kernels(config.kernels, device)
+        kernels = resolve_kernels(config.kernels, device)
         model = load_model(folder, dtype, device, kernels)
         threads = resolve_threads(config.compute_threads, device, model.hidden_size)
         if threads is not None:
@@ -94,13 +97,14 @@ class Engine:
         )
         self._check(model.vocab_size, vocab, model.max_positions)
         pool = Pool(model.state_shape, *self._pool_size(model.state_shape, dtype), dtype, device)
+        executor = self._executor(model, pool, kernels, device)
         self._lock = threading.Lock()
         self._closed = False
         self._rendering = 0
         self._threads = ThreadPoolExecutor(config.render_threads, "flide-render")
         self._checkpoints = Checkpoints(pool, MarkPolicy(), config.keep_checkpoints, clock)
         self._loop = RoundLoop(
-            Runner(model, pool, config.fork, device, tile),
+            Runner(executor, pool, config.fork),
             Scheduler(config.max_round_tokens, config.max_queued_tokens),
             self._checkpoints,
             config.max_round_tokens,
@@ -284,6 +288,17 @@ class Engine:
                 f"max_prompt_tokens {self.config.max_prompt_tokens} exceeds the model's"
                 f" max_position_embeddings {positions}"
             )
+
+    def _executor(
+        self, model: DecisionModel, pool: Pool, kernels: Kernels, device: torch.device
+    ) -> Executor:
+        if device.type == "cpu" or kernels is REFERENCE:
+            return Eager(model, pool.tensors, device)
+        from flide_engine.graphs import Graphs, ladder
+
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        turn = max(1, processors // model.state_shape.kv_heads)
+        return Graphs(model, pool.tensors, ladder(self.config.max_round_tokens, turn))
 
     def _pool_size(self, shape: StateShape, dtype: torch.dtype) -> tuple[int, int]:
         """(pages, slots). Raises ConfigError if the longest prompt and one round do not fit."""

@@ -201,6 +201,20 @@ class PoolExhausted(EngineError):
         return f"{self.needed} {self.kind} needed, {self.free} of {self.total} free (pool_bytes)"
 
 
+class RoundTooLarge(EngineError):
+    """A round fits no captured bucket: too many rows or nodes, or too deep a tree."""
+
+    def __init__(self, rows: int, nodes: int, most_rows: int, most_nodes: int) -> None:
+        super().__init__(rows, nodes, most_rows, most_nodes)
+        self.rows, self.nodes, self.most_rows, self.most_nodes = rows, nodes, most_rows, most_nodes
+
+    def __str__(self) -> str:
+        return (
+            f"a round of {self.rows} rows in {self.nodes} nodes fits no bucket; the largest holds"
+            f" {self.most_rows} rows in {self.most_nodes} nodes (max_round_tokens)"
+        )
+
+
 class CheckpointRefused(EngineError):
     """A checkpoint from elsewhere cannot be used here."""
 

@@ -1,20 +1,46 @@
 """CUDA graphs of whole forward passes, one a bucket of stream lengths, captured at start.
 
-A replay costs one copy of the round's tables and one launch. Which tree it runs is in the tables;
-the graph only fixes the most rows, nodes and levels.
+A replay costs one copy of the round's tables, one launch, and one copy of the logits back. Which
+tree it runs is in the tables; the graph only fixes the most rows, nodes and levels.
 """
 
+import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from flide_engine.config import GRAIN
 from flide_engine.device_plan import Capacity, Tables
+from flide_engine.errors import RoundTooLarge
 from flide_engine.layout.plan import RoundPlan
+from flide_engine.layout.stream import Job, lay_out
+from flide_engine.layout.tree import build_forest
 from flide_engine.models.base import DecisionModel, StateTensors
+from flide_engine.readout import Asked, Floats
+
+log = logging.getLogger(__name__)
 
 WARM_UPS = 2
+CUDA = torch.device("cuda")
+
+
+class Replay:
+    """A replayed round; its logits are on their way to the host."""
+
+    def __init__(self, logits: Tensor, count: int, hidden: Tensor | None) -> None:
+        self._logits, self._count, self._hidden = logits, count, hidden
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._done.record()
+
+    def wait(self) -> tuple[Floats, Floats | None]:
+        """See Pending."""
+        self._done.synchronize()
+        hidden = None if self._hidden is None else self._hidden.cpu().numpy()
+        return self._logits[: self._count].numpy().copy(), hidden
 
 
 class Bucket:
@@ -24,43 +50,111 @@ class Bucket:
         self, model: DecisionModel, state: StateTensors, capacity: Capacity, example: RoundPlan,
         pool: Any,
     ) -> None:  # fmt: skip
-        """example: a small plan that is run to warm up; its pages and slots are overwritten."""
-        self.tables = Tables(capacity, torch.device("cuda"))
-        assert self.tables.fill(example), "a bucket must hold its warm-up round"
+        """example: a small plan that is run to warm up."""
+        self.tables = Tables(capacity, CUDA)
+        assert self.tables.fill(example, Asked.every_vector(len(example.read_rows)))
         self.tables.upload()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
-                model.forward(self.tables.stream, state)
+                self._forward(model, state)
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool):
-            self.hidden: Tensor = model.forward(self.tables.stream, state)
+            self.hidden, self.logits = self._forward(model, state)
+        shape = (2, capacity.labels)
+        self._host = torch.empty(shape, dtype=torch.float32, pin_memory=True)
+        self._turn = 0
 
-    def replay(self) -> Tensor:
-        """Runs what the tables hold: hidden vectors [reads, H], valid until the next replay."""
+    def _forward(self, model: DecisionModel, state: StateTensors) -> tuple[Tensor, Tensor]:
+        hidden = model.forward(self.tables.stream, state)
+        return hidden, model.label_logits(hidden, self.tables.label_reads, self.tables.label_rows)
+
+    @torch.inference_mode()
+    def replay(self, plan: RoundPlan, asked: Asked) -> Replay:
+        """Runs what the tables hold: this plan."""
         self.tables.upload()
         self.graph.replay()
-        return self.hidden
+        self._turn ^= 1
+        host, count = self._host[self._turn], len(asked.reads)
+        host[:count].copy_(self.logits[:count], non_blocking=True)
+        hidden = self.hidden[: len(plan.read_rows)].float() if asked.vectors else None
+        return Replay(host, count, hidden)
+
+
+LADDER = (
+    64, 128, 192, 256, 384, 512, 640, 768, 832, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584,
+    4096, 4864, 5632, 6400, 7296, 8192, 10240, 12288, 14336, 16384,
+)  # fmt: skip
+"""Rows of the buckets: products take whole tiles of 128 rows, so rungs between them gain little."""
+
+SHORT_STAGES, LONG_STAGES, LONG_ROWS = (1, 2), 4, 2560
+"""Stages of the delta net's chain that a bucket is captured with; a tree takes one for each of its
+levels. Up to LONG_ROWS rows: a request alone, or a state and its questions; an empty stage would
+cost too much. Above, a long chain is cut into those that the tree leaves."""
+
+DEEP_ROWS = (1024,)
+"""Short buckets that are captured with LONG_STAGES too: an opening, a state, questions in groups."""
+
+SMALL_TILE, TILE, SMALL_ROWS = 16, 32, 1024
+"""Query rows of an attention tile in buckets of up to SMALL_ROWS rows, and in larger ones: small
+ones fill the card with half the rows a program."""
+
+HISTORY = 8192
+"""Grains of earlier rounds that the page lists of one round may name."""
+
+
+def ladder(most: int, turn: int) -> list[Capacity]:
+    """Capacities of all buckets up to `most` rows.
+
+    turn: attention tiles that run at once.
+    """
+    rungs = [r for r in LADDER if r < most] + [most]
+    every = [(r, n) for r in rungs if r < LONG_ROWS for n in SHORT_STAGES]
+    every += [(r, LONG_STAGES) for r in rungs if r >= LONG_ROWS or r in DEEP_ROWS or r == most]
+    return [
+        Capacity.of(r, SMALL_TILE if r <= SMALL_ROWS else TILE, HISTORY, turn, n) for r, n in every
+    ]
 
 
 class Graphs:
-    """Buckets in ascending order of rows, each with one and with several levels, over one memory
-    pool.
+    """An Executor over buckets in ascending order, all in one memory pool.
+
+    At most one round may be under way when the next is started: two host buffers take turns.
     """
 
-    def __init__(
-        self, model: DecisionModel, state: StateTensors, capacities: Sequence[Capacity],
-        example: RoundPlan,
-    ) -> None:  # fmt: skip
-        """Captures the largest first, so that the others fit into its memory."""
-        self._buckets: list[Bucket] = []
-        pool = None
-        for capacity in sorted(capacities, key=lambda c: (c.rows, c.levels), reverse=True):
-            self._buckets.insert(0, Bucket(model, state, capacity, example, pool))
-            pool = pool or self._buckets[0].graph.pool()
+    runs_ahead = True
 
-    def fill(self, plan: RoundPlan) -> Bucket | None:
+    @torch.inference_mode()
+    def __init__(
+        self, model: DecisionModel, state: StateTensors, capacities: Sequence[Capacity]
+    ) -> None:
+        """Captures the largest first, so that the others fit into its memory.
+
+        Warms up with a round that touches no page and no slot.
+        """
+        began = time.monotonic()
+        text = np.arange(min(GRAIN, capacities[0].rows) - 1, dtype=np.int32)
+        nothing = np.zeros(0, np.int32)
+        example, _ = lay_out([Job(build_forest([text]))]).bind(nothing, nothing)
+        self.buckets: list[Bucket] = []
+        pool = None
+        for capacity in sorted(capacities, key=lambda c: (c.rows, c.stages), reverse=True):
+            self.buckets.insert(0, Bucket(model, state, capacity, example, pool))
+            pool = pool or self.buckets[0].graph.pool()
+        torch.cuda.synchronize()
+        log.info("captured %d graphs in %.1f s", len(self.buckets), time.monotonic() - began)
+
+    def fill(self, plan: RoundPlan, asked: Asked) -> Bucket | None:
         """The smallest bucket that holds a plan, filled with it; None if none does."""
-        return next((b for b in self._buckets if b.tables.fill(plan)), None)
+        return next((b for b in self.buckets if b.tables.fill(plan, asked)), None)
+
+    @torch.inference_mode()
+    def start(self, plan: RoundPlan, asked: Asked) -> Replay:
+        """See Executor."""
+        bucket = self.fill(plan, asked)
+        if bucket is None:
+            largest = self.buckets[-1].tables.capacity
+            raise RoundTooLarge(plan.num_rows, plan.num_nodes, largest.rows, largest.nodes)
+        return bucket.replay(plan, asked)

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from flide_engine.cache.pool import Accounting
@@ -17,15 +18,29 @@ from flide_engine.errors import (
     NotReady,
     PoolExhausted,
     RoundFailed,
+    RoundTooLarge,
 )
 from flide_engine.layout.plan import Anchor
-from flide_engine.readout import read_values
+from flide_engine.layout.stream import Job
+from flide_engine.readout import Asked, check_finite
 from flide_engine.rounds import Piece, Place, build_round
-from flide_engine.runner import RoundResult, Runner
+from flide_engine.runner import Runner, Started
 from flide_engine.scheduler import Scheduler
 from flide_engine.work import RequestWork
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Round:
+    """Work whose round is under way, and where its results will be."""
+
+    works: list[RequestWork]
+    pieces: list[Piece]
+    places: list[Place]
+    started: Started
+    tokens: int
+    began: float
 
 
 class RoundLoop:
@@ -49,6 +64,7 @@ class RoundLoop:
         self._changed = threading.Condition()
         self._closed = False
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._under_way: Round | None = None
         self._thread = threading.Thread(target=self._run, name="flide-engine", daemon=True)
         self._thread.start()
 
@@ -114,92 +130,141 @@ class RoundLoop:
             future.set_exception(error)
 
     def _serve(self, taken: list[RequestWork]) -> None:
-        """Runs rounds until closed; `taken` is the work of the round at hand."""
+        """Runs rounds until closed; `taken` is the work of the rounds at hand.
+
+        Where the executor runs ahead, a round is begun before the one before it is collected.
+        """
+        ahead = self._runner.executor.runs_ahead
         while True:
-            taken.clear()
+            taken[:] = self._under_way.works if self._under_way else []
             with self._changed:
-                while not (self._scheduler or self._calls or self._closed):
+                while not (self._scheduler or self._calls or self._closed or self._under_way):
                     self._changed.wait()
-                if self._closed:
+                if self._closed and not self._under_way:
                     return
                 calls, self._calls = self._calls, []
-                for work in self._scheduler:
-                    self._checkpoints.plan(work, self._round_tokens)
-                taken[:], gone = self._scheduler.next_round(self._clock())
+                works, gone = self._next_works()
+            taken += works
+            for work in gone:
+                self._end(work, DeadlineExceeded(work.timeout or 0.0))
+            for work in works:
+                if work.at == 0:
+                    self._checkpoints.began(work)
+            begun = self._begin(works) if works else None
+            self._collect_under_way()
+            self._under_way = begun
+            if not ahead:
+                self._collect_under_way()
             for function, future in calls:
                 try:
                     future.set_result(function())
                 except BaseException as error:
                     future.set_exception(error)
-            for work in gone:
-                self._end(work, DeadlineExceeded(work.timeout or 0.0))
-            for work in taken:
-                if work.at == 0:
-                    self._checkpoints.began(work)
-            if taken:
-                self._round(taken)
 
-    def _round(self, works: list[RequestWork]) -> None:
-        """Runs one round; if it fails, each request alone, so that a bad one fails alone."""
+    def _next_works(self) -> tuple[list[RequestWork], list[RequestWork]]:
+        """The next round's work, and work whose caller has left; the lock is held."""
+        if self._closed:
+            return [], []
+        for work in self._scheduler:
+            self._checkpoints.plan(work, self._round_tokens)
+        return self._scheduler.next_round(self._clock())
+
+    def _begin(self, works: list[RequestWork]) -> Round | None:
+        """Begins one round with as much of the work as fits; None if nothing came of it.
+
+        If a round cannot be begun at all, each of its requests runs alone, so that a bad one fails
+        alone.
+        """
         began = self._clock()
         pieces = [Piece(work, i) for work in works for i in work.steps[work.at]]
         try:
             jobs, places = build_round(pieces)
-            result = self._run_with_room(jobs)
-        except PoolExhausted as error:
-            self._shrink(works, error)
-            return
+            in_order = sorted(zip(pieces, places, strict=True), key=lambda pair: pair[1].first)
+            reads = [p.work.rendered.reads[i] for p, _ in in_order for i in p.work.reads(p.index)]
+            started = self._start_with_room(jobs, Asked.of(reads))
+        except (PoolExhausted, RoundTooLarge) as error:
+            return self._begin_fewer(works, error)
         except Exception as error:
             if len(works) == 1:
                 log.exception("a round of one request failed")
                 self._end(works[0], RoundFailed(f"{type(error).__name__}: {error}"))
-                return
-            log.warning("a round of %d requests failed, retrying each alone: %s", len(works), error)
+                return None
+            log.warning("a round of %d requests failed, each runs alone: %s", len(works), error)
+            self._collect_under_way()
             for work in works:
-                self._round([work])
-            return
+                self._collect(self._begin([work]))
+            return None
         tokens = sum(job.forest.num_tokens for job in jobs)
         self._checkpoints.counters.computed += tokens
-        self._scheduler.observe(tokens, self._clock() - began)
-        faults: dict[RequestWork, EngineError] = {}
         for piece, place in zip(pieces, places, strict=True):
-            try:
-                self._collect(piece, place, result)
-            except EngineError as error:
-                faults.setdefault(piece.work, error)
-        for anchor in (a for marks in result.checkpoints for a in marks):
+            self._keep(piece, place, started)
+        for anchor in (a for marks in started.checkpoints for a in marks):
             self._runner.drop(anchor)
-        for work in works:
-            self._advance(work, faults.get(work))
+        return Round(works, pieces, places, started, tokens, began)
 
-    def _run_with_room(self, jobs: Sequence[Any]) -> RoundResult:
-        """Runs jobs, giving up checkpoints if the pool is full. Raises PoolExhausted if it stays
+    def _start_with_room(self, jobs: Sequence[Job], asked: Asked) -> Started:
+        """Starts jobs, giving up checkpoints if the pool is full. Raises PoolExhausted if it stays
         so.
         """
         while True:
             try:
-                return self._runner.run(jobs)
+                return self._runner.start(jobs, asked)
             except PoolExhausted as error:
                 if not self._checkpoints.make_room(error):
                     raise
 
-    def _collect(self, piece: Piece, place: Place, result: RoundResult) -> None:
-        """Takes a piece's values and checkpoints out of a round. Raises NonFiniteOutput."""
+    def _begin_fewer(
+        self, works: list[RequestWork], error: PoolExhausted | RoundTooLarge
+    ) -> Round | None:
+        """A round did not fit: half of it waits; a lone request is cut finer, or fails."""
+        if len(works) > 1:
+            half = (len(works) + 1) // 2
+            with self._changed:
+                self._scheduler.put_back(works[half:], front=True)
+            return self._begin(works[:half])
+        work = works[0]
+        if isinstance(error, RoundTooLarge) and work.cut_finer():
+            return self._begin(works)
+        self._end(work, error)
+        return None
+
+    def _keep(self, piece: Piece, place: Place, started: Started) -> None:
+        """Remembers a piece's checkpoints: no later round runs before this one has made them."""
         work, replay = piece.work, piece.work.replays[piece.index]
-        reads = work.reads(piece.index)
-        hidden = result.hidden[place.first : place.first + place.count]
-        asked = [work.rendered.reads[i] for i in reads]
-        values = read_values(hidden, asked, self._runner.model.output_head)
-        work.values.update(zip(reads, values, strict=True))
         for position, at in place.marks:
-            anchor = result.checkpoints[place.job][at]
+            anchor = started.checkpoints[place.job][at]
             self._checkpoints.keep(work, anchor)
             if position == replay.stop:
                 self._runner.hold(anchor)
                 work.anchors[piece.index] = anchor
 
+    def _collect_under_way(self) -> None:
+        under_way, self._under_way = self._under_way, None
+        self._collect(under_way)
+
+    def _collect(self, under_way: Round | None) -> None:
+        """Waits for a round and hands out its values."""
+        if under_way is None:
+            return
+        logits, hidden = under_way.started.pending.wait()
+        self._scheduler.observe(under_way.tokens, self._clock() - under_way.began)
+        faults: dict[RequestWork, EngineError] = {}
+        for piece, place in zip(under_way.pieces, under_way.places, strict=True):
+            work = piece.work
+            indices = work.reads(piece.index)
+            asked = under_way.started.asked
+            values = [asked.value(place.first + i, logits, hidden) for i in range(len(indices))]
+            try:
+                check_finite([work.rendered.reads[i] for i in indices], values)
+            except EngineError as error:
+                faults.setdefault(work, error)
+            work.values.update(zip(indices, values, strict=True))
+        for work in under_way.works:
+            self._advance(work, faults.get(work))
+
     def _advance(self, work: RequestWork, fault: EngineError | None) -> None:
         if fault is not None:
+            self._checkpoints.disown(work)
             self._end(work, fault)
             return
         work.at += 1
@@ -210,16 +275,6 @@ class RoundLoop:
             return
         self._end(work, None)
         self._done(work)
-
-    def _shrink(self, works: list[RequestWork], error: PoolExhausted) -> None:
-        """A round did not fit the pool: half of it waits; a lone request fails."""
-        if len(works) == 1:
-            self._end(works[0], error)
-            return
-        half = (len(works) + 1) // 2
-        with self._changed:
-            self._scheduler.put_back(works[half:], front=True)
-        self._round(works[:half])
 
     def _end(self, work: RequestWork, error: FlideError | None) -> None:
         """Gives up all that work holds; with an error, tells its caller."""

@@ -60,13 +60,15 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
 
 
-def resolve_kernels(kernels: str, device: torch.device) -> tuple[Kernels, int | None]:
-    """(the operations, query rows of their attention tiles); auto: Triton on a GPU."""
+def resolve_kernels(kernels: str, device: torch.device) -> Kernels:
+    """The operations; auto: Triton on a GPU. Raises ConfigError for Triton without one."""
     if kernels == "reference" or (kernels == "auto" and device.type == "cpu"):
-        return REFERENCE, None
-    from flide_engine.kernels.triton_kernels import TILE, TRITON
+        return REFERENCE
+    if device.type == "cpu":
+        raise ConfigError("kernels 'triton' are asked for and no GPU is visible")
+    from flide_engine.kernels.triton_kernels import TRITON
 
-    return TRITON, TILE
+    return TRITON
 
 
 SMALL_HIDDEN = 512

@@ -1,49 +1,42 @@
-"""One round on the device: pages and slots from the pool, the plan, the forward pass.
+"""One round on the device: pages and slots from the pool, the plan, its execution.
 
-`Runner` is used by one thread. It knows streams, models and the pool; it knows no request.
+`Runner` is used by one thread. It knows streams, executors and the pool; it knows no request.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from flide_engine.cache.pool import Accounting, Pool
-from flide_engine.device_plan import Capacity, Tables
-from flide_engine.kernels.stream import StreamTensors
-from flide_engine.layout.plan import Anchor, Ints, RoundPlan
+from flide_engine.executor import Executor, Pending
+from flide_engine.layout.plan import Anchor, Ints
 from flide_engine.layout.stream import Fork, Job, lay_out
-from flide_engine.models.base import DecisionModel
+from flide_engine.readout import Asked
 
 
 @dataclass(frozen=True)
-class RoundResult:
-    """hidden [R, H]: vectors of all reads, job by job; checkpoints: those of each job's marks,
-    held.
+class Started:
+    """A round under way. checkpoints: those of each job's marks, held; what they stand for is
+    there for every later round.
     """
 
-    hidden: Tensor
+    pending: Pending
+    asked: Asked
     checkpoints: tuple[tuple[Anchor, ...], ...]
 
 
 class Runner:
-    """A model and its pool on one device."""
+    """An executor and its pool on one device."""
 
-    def __init__(
-        self, model: DecisionModel, pool: Pool, fork: Fork, device: torch.device, tile: int | None
-    ) -> None:
-        """tile: query rows of an attention tile if the kernels need work lists, else None."""
-        self.model, self.fork, self.device = model, fork, device
-        self._pool, self._tile = pool, tile
+    def __init__(self, executor: Executor, pool: Pool, fork: Fork) -> None:
+        self.executor, self.fork, self._pool = executor, fork, pool
 
-    def run(self, jobs: Sequence[Job]) -> RoundResult:
-        """Runs one round. The checkpoints of its marks are the caller's to `drop`; all else is
-        freed.
+    def start(self, jobs: Sequence[Job], asked: Asked) -> Started:
+        """Begins one round. The checkpoints of its marks are the caller's to `drop`; all else is
+        freed at once: rounds run one after the other, so whoever takes it next comes later.
 
-        Raises PoolExhausted, having taken nothing, if the pool cannot hold the round.
+        Raises PoolExhausted or RoundTooLarge, having taken nothing, if the round does not fit.
         """
         layout = lay_out(jobs, self.fork)
         pages = self._pool.pages.take(layout.num_pages)
@@ -54,23 +47,13 @@ class Runner:
             raise
         try:
             plan, checkpoints = layout.bind(pages, slots)
-            hidden = self.model.forward(self._stream(plan), self._pool.tensors)
+            pending = self.executor.start(plan, asked)
             for anchor in (a for marks in checkpoints for a in marks):
                 self.hold(anchor)
         finally:
             self._pool.pages.release(pages)
             self._pool.slots.release(slots)
-        return RoundResult(hidden, checkpoints)
-
-    def _stream(self, plan: RoundPlan) -> StreamTensors:
-        if self._tile is None:
-            return to_device(plan, self.device)
-        tables = Tables(Capacity.exactly(plan, self._tile), self.device)
-        assert tables.fill(plan), "a plan must fit a buffer of its own size"
-        tables.upload()
-        # the host buffer must live until the copy is done: the reads at the round's end wait for it
-        self._last = tables
-        return tables.stream
+        return Started(pending, asked, checkpoints)
 
     def hold(self, anchor: Anchor) -> None:
         """One more holder of a checkpoint, who will `drop` it."""
@@ -89,13 +72,3 @@ class Runner:
 
 def _slot(anchor: Anchor) -> Ints:
     return np.array([anchor.slot], np.int32)
-
-
-def to_device(plan: RoundPlan, device: torch.device) -> StreamTensors:
-    """The plan's arrays as tensors on `device`."""
-    arrays: dict[str, Any] = {
-        name: torch.from_numpy(getattr(plan, name)).to(device)
-        for name in StreamTensors.__dataclass_fields__
-        if name not in {"level_ends", "tasks"}
-    }
-    return StreamTensors(level_ends=tuple(plan.level_ends.tolist()), **arrays)

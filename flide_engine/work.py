@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from flide_engine.api import DecisionResponse
 from flide_engine.cache.index import Checkpoint
+from flide_engine.config import GRAIN
 from flide_engine.families.base import Rendered
 from flide_engine.layout.buckets import Replay, cut_replays
 from flide_engine.layout.plan import Anchor
@@ -33,7 +34,8 @@ class RequestWork:
     the checkpoint it starts from. marks: positions in its state where checkpoints are wanted.
     replays: its pieces; steps: which of them go into one round together, `at` the next one; empty
     until it is planned. anchors: checkpoints held between pieces, by the piece that took them.
-    values: by read. seen: version of the index it was planned with.
+    values: by read. seen: version of the index it was planned with, limit: tokens of a piece it
+    was planned with. kept: checkpoints it left.
     """
 
     rendered: Rendered
@@ -51,6 +53,8 @@ class RequestWork:
     anchors: dict[int, Anchor] = field(default_factory=dict)
     values: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     seen: int = -1
+    limit: int = 0
+    kept: list[Checkpoint] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -86,7 +90,7 @@ class RequestWork:
         """
         prompts, count = self.rendered.prompts, self.rendered.state_prompts
         start = resume.anchor.position if resume else 0
-        self.resume, self.marks, self.seen = resume, tuple(marks), version
+        self.resume, self.marks, self.seen, self.limit = resume, tuple(marks), version, limit
         self.replays = cut_replays(prompts[:count], limit, start)
         offset = len(self.replays)
         if count < len(prompts):
@@ -99,6 +103,13 @@ class RequestWork:
                 for piece in cut_replays(prompts[count:], limit)
             ]
         self.steps = _steps(self.replays, limit)
+
+    def cut_finer(self) -> bool:
+        """Plans it again in pieces of half the size. False if it has begun, or cannot be cut."""
+        if self.at or self.limit < 4 * GRAIN:
+            return False
+        self.plan(self.resume, self.marks, self.limit // 2, self.seen)
+        return True
 
     def anchor(self, piece: int) -> Anchor | None:
         """The checkpoint a piece resumes from."""

@@ -22,7 +22,8 @@ from flide_engine.errors import (
     UnknownModel,
 )
 from flide_engine.layout.stream import Job
-from flide_engine.runner import RoundResult
+from flide_engine.readout import Asked
+from flide_engine.runner import Started
 from tests.checkpoints import POISON
 
 NOUL = {"type": "noul", "instructions": "Is it late?"}
@@ -65,16 +66,16 @@ class Gate:
         self.open = threading.Event()
         self.rounds: list[int] = []
         self.fault: type[Exception] | None = None
-        run = engine._loop._runner.run
+        start = engine._loop._runner.start
 
-        def held(jobs: list[Job]) -> RoundResult:
+        def held(jobs: list[Job], asked: Asked) -> Started:
             self.rounds.append(len(jobs))
             self.open.wait(10)
             if self.fault is not None:
                 raise self.fault("injected")
-            return run(jobs)
+            return start(jobs, asked)
 
-        monkeypatch.setattr(engine._loop._runner, "run", held)
+        monkeypatch.setattr(engine._loop._runner, "start", held)
 
     def wait_for_rounds(self, count: int) -> None:
         """Until that many rounds have begun."""

@@ -23,6 +23,7 @@ EXAMPLES: dict[type[FlideError], FlideError] = {
         errors.DeadlineExceeded(0.5),
         errors.NonFiniteOutput("question 'q'"),
         errors.RoundFailed("ValueError: x"),
+        errors.RoundTooLarge(9000, 3, 8192, 700),
         errors.PoolExhausted("pages", 9, 3, 8),
         errors.CheckpointRefused("it is damaged", "the checksum does not agree"),
         errors.ConfigError("no"),

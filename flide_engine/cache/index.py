@@ -93,6 +93,9 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._checkpoints)
 
+    def __contains__(self, checkpoint: Checkpoint) -> bool:
+        return self._checkpoints.get(checkpoint.slot) is checkpoint
+
     def __iter__(self) -> Iterator[Checkpoint]:
         return iter(self._checkpoints.values())
 

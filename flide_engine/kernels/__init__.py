@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flide_engine.kernels.attention_ref import attention_ref
 from flide_engine.kernels.delta_net_ref import delta_net_ref
+from flide_engine.kernels.label_logits_ref import label_logits_ref
 from flide_engine.kernels.pointwise_ref import add_rms_norm_ref, linear_ref, swiglu_ref
 
 
@@ -22,6 +23,7 @@ class Kernels:
     swiglu: Callable[..., Tensor]
     attention: Callable[..., Tensor]
     delta_net: Callable[..., Tensor]
+    label_logits: Callable[..., Tensor]
 
 
 REFERENCE = Kernels(
@@ -30,4 +32,5 @@ REFERENCE = Kernels(
     swiglu=swiglu_ref,
     attention=attention_ref,
     delta_net=delta_net_ref,
+    label_logits=label_logits_ref,
 )

@@ -123,6 +123,44 @@ def _one_tile(q, k, v, s_mask, top, total, acc, scale, MASK: tl.constexpr, produ
 
 
 @triton.jit
+def _steps(half, first, past, tail, steps, full):
+    """Steps of half a node, counted from the grain it begins in: (open from, to, held from, to).
+
+    Open ones are seen whole by every query: pages (negative), and `full` of the node's own. The
+    first half ends with the straddling tile, if there is one; else it is all there is.
+    """
+    after = half % 2
+    if tail == 0:
+        open_from = tl.where(half == first, -past, 0)
+        open_to = tl.where(after == 0, full, open_from)
+        held_to = tl.where(after == 0, steps, 0)
+    elif after == 0:
+        open_from = tl.where(half == first, -past, 0)
+        open_to = 0
+        held_to = 1
+    else:
+        open_from = 1
+        open_to = full
+        held_to = steps
+    return open_from, open_to, tl.maximum(open_to, after), held_to
+
+
+@triton.jit
+def _held_keys(
+    k, v, tail_rows, low, high, index, kv, d, NKV: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """Keys and values at places `index` of a node's own, negative ones its ancestors'; and which
+    there are.
+    """
+    row = tl.load(tail_rows + index, mask=index < 0, other=0)
+    row = tl.where(index < 0, row, low + index)
+    real = low + index < high
+    place = tl.where(real, row, 0).to(tl.int64) * (NKV * D) + kv * D
+    at = place[:, None] + d[None, :]
+    return tl.load(k + at), tl.load(v + at), real
+
+
+@triton.jit
 def _attention_kernel(
     q, q_gate, gate_stride, k, v, keys, values, out, rows,
     tile_queries, tile_nodes, tile_ends, tile_pages, pages, chain_rows, starts, cu_seqlens,
@@ -161,23 +199,11 @@ def _attention_kernel(
         # steps to itself, so that no neighbour moves a key to another place of a product.
         for half in range(first * 2, last * 2 + 2):
             own = half // 2
-            after = half % 2  # the straddling tile
             low = tl.load(cu_seqlens + own)
             high = tl.minimum(tl.load(cu_seqlens + own + 1), end)
-            steps = (high - low + tail + 63) // 64
-            if tail == 0:
-                open_from = tl.where(half == first * 2, -past, 0)
-                open_to = tl.where(after == 0, full, open_from)
-                held_to = tl.where(after == 0, steps, 0)
-            elif after == 0:
-                open_from = tl.where(half == first * 2, -past, 0)
-                open_to = 0
-                held_to = 1
-            else:
-                open_from = 1
-                open_to = full
-                held_to = steps
-            held_from = tl.maximum(open_to, after)
+            open_from, open_to, held_from, held_to = _steps(
+                half, first * 2, past, tail, (high - low + tail + 63) // 64, full
+            )
             for t in tl.range(open_from, open_to, num_stages=STAGES):
                 page = tl.load(pages + first_page + past + t, mask=t < 0, other=0).to(tl.int64)
                 page = page * (64 * NKV * D) + kv * D
@@ -191,13 +217,18 @@ def _attention_kernel(
                     b_q, b_k, b_v, seen, top, total, acc, scale, WINDOW > 0, product
                 )
             for t in tl.range(held_from, held_to, num_stages=1):
-                index = 64 * t - tail + j
-                row = tl.load(chain_rows + own * 66 + 3 + j, mask=index < 0, other=0)
-                row = tl.where(index < 0, row, low + index)
-                real = low + index < high
-                place = tl.where(real, row, 0).to(tl.int64) * (NKV * D) + kv * D
-                b_k = tl.load(k + place[:, None] + d[None, :])
-                b_v = tl.load(v + place[:, None] + d[None, :])
+                b_k, b_v, real = _held_keys(
+                    k,
+                    v,
+                    chain_rows + own * 66 + 3 + tail,
+                    low,
+                    high,
+                    64 * t - tail + j,
+                    kv,
+                    d,
+                    NKV,
+                    D,
+                )
                 position = (past + t) * 64 + j
                 seen = (node == own)[:, None] & real[None, :]
                 seen = seen & (position[None, :] <= time[:, None])
@@ -263,7 +294,8 @@ def attention(
         q, q_gate, q_gate.stride(0), k, v, keys, values, out, index, *lists,
         stream.pages, stream.chain_rows, stream.starts, stream.cu_seqlens, tasks.row_nodes,
         tasks.counts, hd**-0.5 * LOG2_E, NKV=nkv, GROUP=group, GROUP_BLOCK=block,
-        TILE=lists[0].shape[1], D=hd, WINDOW=shape.window or 0, GATHER=rows is not None, STAGES=stages,
+        TILE=lists[0].shape[1], D=hd, WINDOW=shape.window or 0, GATHER=rows is not None,
+        STAGES=stages,
         count_at=TILES if rows is None else READ_TILES,
         product="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=warps or (8 if lists[0].shape[1] * block > 64 else 4),

@@ -1,8 +1,10 @@
-"""Gated delta net in Triton: `delta_net_ref` in two launches for all rows and chunks, one a level for
-the chain of states, and one for all outputs.
+"""Gated delta net in Triton: `delta_net_ref` in one launch for all rows, then three a stage:
+chunks, the chain of their states, outputs.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -10,27 +12,36 @@ from torch import Tensor
 from flide_engine.kernels.delta_net_prep import conv_kernel, prep_kernel
 from flide_engine.kernels.delta_net_ref import DeltaNetShape, DeltaNetWeights
 from flide_engine.kernels.delta_net_scan import output_kernel, state_kernel
-from flide_engine.kernels.stream import CHUNKS, RESUMED, StreamTensors
+from flide_engine.kernels.stream import RESUMED, StreamTensors
 
 CHUNK = 64
 
 
 @dataclass(frozen=True)
 class DeltaNetTuning:
-    """How the launches are shaped; no choice changes a bit.
+    """Shapes of the launches; no choice changes a bit.
 
-    conv_rows: rows of a program of the convolution. prep_warps, output_warps: warps of a program. output_stages: how far loads of outputs run ahead. block_v: columns of a state that one program of
-    the chain carries; stages: how far its loads run ahead.
+    programs: of each launch. conv_rows: rows of a program of the convolution. prep_warps: warps of
+    a program; prep_part: columns of a head that it holds at once. block_v: columns of a state that
+    a program of the chain carries; stages: how far its loads run ahead. output_warps: as
+    prep_warps.
     """
 
-    conv_rows: int = 32
-    prep_warps: int = 4
+    programs: int
+    prep_warps: int
+    conv_rows: int = 16
     prep_part: int = 64
-    maxnreg: int | None = None
-    output_warps: int = 4
-    output_stages: int = 1
     block_v: int = 64
     stages: int = 3
+    output_warps: int = 4
+
+
+# On an H200 at the 0.8B shape, us of conv / prep / one level of the chain / outputs:
+# 510 tokens 7.1 / 13.4 / 10.7 / 8.9 (with LARGE prep 16.3), 8,180 tokens 90 / 145 / 72 / 107
+# (with SMALL prep 262). More registers than a program needs cost less than the spills of a cap.
+SMALL = DeltaNetTuning(programs=132, prep_warps=8)
+LARGE = DeltaNetTuning(programs=264, prep_warps=4)
+SMALL_ROWS = 512
 
 
 def delta_net(
@@ -40,50 +51,89 @@ def delta_net(
     recurrent_state: Tensor,
     conv_state: Tensor,
     stream: StreamTensors,
-    programs: int = 264,
-    tuning: DeltaNetTuning = DeltaNetTuning(),
+    tuning: DeltaNetTuning | None = None,
 ) -> Tensor:
     """`delta_net_ref` in Triton. Needs `stream.tasks`; head widths are powers of two.
 
-    programs: of every launch, a multiple of the multiprocessors.
+    tuning: None: as measured for streams of this length.
     """
     tasks = stream.tasks
     assert tasks is not None, "the GPU kernels need the stream's work lists"
+    tuning = tuning or (SMALL if len(projected) <= SMALL_ROWS else LARGE)
     hk, hv, dk, dv = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim
     chunks, new, kind = len(tasks.chunk_rows), projected.new_empty, projected.dtype
+    mixed = new(len(projected), shape.conv_channels)
     k, w = new(2, chunks, hv, CHUNK, dk)
     u, decay = new(chunks, hv, dv, CHUNK), new(chunks, hv, dtype=torch.float32)
     total = new(chunks, hv, CHUNK, dtype=torch.float32)
     passed = new(tasks.passed_states, hv, dv, dk)
-    product = "ieee" if kind == torch.float32 else "tf32"
-    mixed = new(len(projected), shape.conv_channels)
+    carried = new(tasks.carries, hv, dk, dv, dtype=torch.float32)
+    out = new(len(projected), hv * dv)
+    heads = {"HV": hv, "DK": dk, "DV": dv, "product": "ieee" if kind == torch.float32 else "tf32"}
     conv_kernel[(-(-len(projected) // tuning.conv_rows), 2 * hk + hv * dv // dk)](
         projected, projected.stride(0), conv_state, weights.conv, mixed, tasks.row_nodes,
         stream.starts, stream.cu_seqlens, stream.chain_rows, len(projected),
         HK=hk, HV=hv, DK=dk, DV=dv, ROWS=tuning.conv_rows, num_warps=4,
     )  # fmt: skip
-    prep_kernel[(programs,)](
-        mixed, projected, projected.stride(0), conv_state, weights.A_log, weights.dt_bias,
-        tasks.chunk_rows, tasks.chunk_slots,
-        recurrent_state, tasks.resumed, tasks.counts, k, w, u, total, decay, passed,
-        HK=hk, HV=hv, DK=dk, DV=dv, BD=min(tuning.prep_part, dk, dv),
-        count_at=CHUNKS, resumed_at=RESUMED,
-        product=product, num_warps=tuning.prep_warps, num_stages=1,
-        maxnreg=tuning.maxnreg,
-    )  # fmt: skip
-    for level in range(len(tasks.level_scans) - 1):
-        state_kernel[(programs,)](
-            k, w, u, decay, recurrent_state, passed,
-            tasks.scans, tasks.level_scans, level, tasks.chunk_slots,
-            HV=hv, DK=dk, DV=dv, BV=min(tuning.block_v, dv), STAGES=tuning.stages,
-            product=product, num_warps=4,
+
+    def prep(stage: int) -> None:
+        prep_kernel[(tuning.programs,)](
+            mixed, projected, projected.stride(0), conv_state, weights.A_log, weights.dt_bias,
+            tasks.chunk_rows, tasks.chunk_slots, tasks.stage_chunks, stage,
+            recurrent_state, tasks.resumed, tasks.counts, k, w, u, total, decay, passed,
+            HK=hk, **heads, BD=min(tuning.prep_part, dk, dv), resumed_at=RESUMED,
+            num_warps=tuning.prep_warps, num_stages=1,
         )  # fmt: skip
-    out = new(len(projected), hv * dv)
-    output_kernel[(programs,)](
-        mixed, w, u, total, passed,
-        projected[:, shape.conv_channels :], projected.stride(0), weights.norm, out, shape.eps,
-        tasks.chunk_rows, tasks.chunk_skips, tasks.chunk_sources,
-        tasks.counts, HK=hk, HV=hv, DK=dk, DV=dv, STAGES=tuning.output_stages, count_at=CHUNKS,
-        product=product, num_warps=tuning.output_warps,
-    )  # fmt: skip
+
+    def chain(stage: int) -> None:
+        state_kernel[(tuning.programs,)](
+            k, w, u, decay, recurrent_state, carried, passed,
+            tasks.scans, tasks.stage_scans, stage, tasks.chunk_slots,
+            **heads, BV=min(tuning.block_v, dv), STAGES=tuning.stages, num_warps=4,
+        )  # fmt: skip
+
+    def outputs(stage: int) -> None:
+        output_kernel[(tuning.programs,)](
+            mixed, w, u, total, passed,
+            projected[:, shape.conv_channels :], projected.stride(0), weights.norm, out, shape.eps,
+            tasks.chunk_rows, tasks.chunk_skips, tasks.chunk_sources, tasks.stage_chunks, stage,
+            HK=hk, **heads, num_warps=tuning.output_warps, num_stages=1,
+        )  # fmt: skip
+
+    run_stages(len(tasks.stage_chunks) - 1, prep, chain, outputs, projected.is_cuda)
     return out
+
+
+def run_stages(
+    stages: int,
+    prep: Callable[[int], None],
+    chain: Callable[[int], None],
+    outputs: Callable[[int], None],
+    on_gpu: bool,
+) -> None:
+    """Each stage's preparation, chain of states and outputs, the chain beside all else.
+
+    A chain keeps a few multiprocessors busy for long; meanwhile the others prepare the next stages
+    and put out the ones before.
+    """
+    if stages == 1 or not on_gpu:
+        for step in (prep, chain, outputs):
+            for stage in range(stages):
+                step(stage)
+        return
+    main, side = torch.cuda.current_stream(), _side_stream()
+    done = []
+    for stage in range(stages):
+        prep(stage)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            chain(stage)
+            done.append(side.record_event())
+    for stage in range(stages):
+        main.wait_event(done[stage])
+        outputs(stage)
+
+
+@cache
+def _side_stream() -> "torch.cuda.Stream":
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -3,11 +3,9 @@
 from flide_engine.kernels import Kernels
 from flide_engine.kernels.attention import attention
 from flide_engine.kernels.delta_net import delta_net
+from flide_engine.kernels.label_logits import label_logits
 from flide_engine.kernels.pointwise import add_rms_norm, swiglu
 from flide_engine.kernels.pointwise_ref import linear_ref
-
-TILE = 32
-"""Query rows of an attention tile; with four query heads a key head, 128 rows of a product."""
 
 TRITON = Kernels(
     linear=linear_ref,
@@ -15,4 +13,5 @@ TRITON = Kernels(
     swiglu=swiglu,
     attention=attention,
     delta_net=delta_net,
+    label_logits=label_logits,
 )

@@ -204,14 +204,17 @@ def lay_out(jobs: Sequence[Job], fork: Fork = "token", bucket: int | None = None
     offsets: list[int] = []
     for job in jobs:
         offsets.append(len(nodes))
-        own = _at_grains(job.forest) if fork == "grain" else list(job.forest.nodes)
-        nodes += [replace(n, parent=n.parent + offsets[-1] if n.parent >= 0 else -1) for n in own]
+        own = _at_grains(job.forest) if fork == "grain" else job.forest.nodes
+        nodes += own if not nodes else [_moved(n, n.parent + offsets[-1]) for n in own]
         anchors += [job.anchor] * len(own)
     levels = _levels(nodes, [a.position if a else 0 for a in anchors])
     order = sorted(range(len(nodes)), key=lambda i: levels[i])
-    place = {old: new for new, old in enumerate(order)}
-    nodes = [replace(nodes[i], parent=place.get(nodes[i].parent, -1)) for i in order]
-    anchors = [anchors[i] for i in order]
+    place = list(order)
+    for new, old in enumerate(order):
+        place[old] = new
+    if order != list(range(len(order))):
+        nodes = [_moved(nodes[i], place[nodes[i].parent]) for i in order]
+        anchors = [anchors[i] for i in order]
     cu_seqlens = np.zeros(len(nodes) + 1, np.int32)
     np.cumsum([len(n.tokens) for n in nodes], out=cu_seqlens[1:])
     chains = _Chains(nodes, anchors, cu_seqlens[:-1])
@@ -236,9 +239,14 @@ def lay_out(jobs: Sequence[Job], fork: Fork = "token", bucket: int | None = None
         read_rows=np.array(reads, np.int32),
         **lookups,
         **_writes_and_stores(chains),
-        **_rows(nodes, bucket),
+        **_rows(nodes, cu_seqlens, bucket),
     )
     return Layout(plan, len(chains.page_ids), len(chains.slot_ids), marks)
+
+
+def _moved(node: Node, parent: int) -> Node:
+    """A node whose parent, if it has one, has another number."""
+    return Node(parent if node.parent >= 0 else -1, node.start, node.tokens)
 
 
 def _mark(chains: _Chains, node: int, position: int) -> tuple[int, Ints]:
@@ -312,14 +320,12 @@ def _writes_and_stores(chains: _Chains) -> dict[str, Ints]:
     }
 
 
-def _rows(nodes: list[Node], bucket: int | None) -> dict[str, Ints]:
-    total = sum(len(n.tokens) for n in nodes)
+def _rows(nodes: list[Node], cu_seqlens: Ints, bucket: int | None) -> dict[str, Ints]:
+    total = int(cu_seqlens[-1])
     if bucket is not None and bucket < total:
         raise ValueError(f"{total} rows do not fit a bucket of {bucket}")
     tokens, positions = np.zeros((2, bucket or total), np.int32)
-    at = 0
-    for node in nodes:
-        tokens[at : at + len(node.tokens)] = node.tokens
-        positions[at : at + len(node.tokens)] = np.arange(node.start, node.end)
-        at += len(node.tokens)
+    np.concatenate([n.tokens for n in nodes], out=tokens[:total])
+    offsets = np.array([n.start for n in nodes], np.int32) - cu_seqlens[:-1]
+    positions[:total] = np.arange(total, dtype=np.int32) + np.repeat(offsets, np.diff(cu_seqlens))
     return {"tokens": tokens, "positions": positions}

@@ -39,12 +39,18 @@ class DecisionModel(Protocol):
     hidden_size: int
     max_positions: int
     state_shape: StateShape
-    output_head: Tensor
-    """[V, H]: rows are read by `readout`, never multiplied whole."""
 
     def forward(self, stream: StreamTensors, state: StateTensors) -> Tensor:
         """Final-norm hidden vectors of `stream.read_rows`: [R, H] in the activation dtype.
 
         Writes the stream's pages and state stores into `state`.
+        """
+        ...
+
+    def label_logits(self, hidden: Tensor, reads: Tensor, rows: Tensor) -> Tensor:
+        """Products of hidden vectors [R, H] with rows of the output head, in float32: [K].
+
+        reads, rows [K] int32: vector and head row of each product. The head is never multiplied
+        whole.
         """
         ...

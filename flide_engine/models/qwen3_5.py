@@ -275,6 +275,11 @@ class Qwen35:
             delta = ops.linear(ops.swiglu(ops.linear(h, layer.gate_up)), layer.down)
         return ops.add_rms_norm(x, delta, self.final_norm, eps)[1]
 
+    @torch.inference_mode()
+    def label_logits(self, hidden: Tensor, reads: Tensor, rows: Tensor) -> Tensor:
+        """See DecisionModel.label_logits."""
+        return self.ops.label_logits(hidden, self.output_head, reads, rows)
+
     def _attention(
         self,
         layer: _Layer,

@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flide_engine.cache.pool import Pool
+from flide_engine.executor import Eager
 from flide_engine.kernels import REFERENCE
 from flide_engine.layout.plan import Anchor, Mark
 from flide_engine.layout.stream import Fork, Job
 from flide_engine.layout.tree import build_forest
 from flide_engine.models.qwen3_5 import Qwen35, Qwen35Config
+from flide_engine.readout import Asked
 from flide_engine.runner import Runner
 from tests.checkpoints import oracle, text_tensors
 
@@ -33,7 +35,8 @@ class Both:
         weights = {k.removeprefix("model."): v for k, v in text_tensors(self.oracle).items()}
         self.model = Qwen35(Qwen35Config.of(config), weights, REFERENCE)
         self.pool = Pool(self.model.state_shape, 64, 16, torch.float32, torch.device("cpu"))
-        self.runner = Runner(self.model, self.pool, fork, torch.device("cpu"), tile=None)
+        executor = Eager(self.model, self.pool.tensors, torch.device("cpu"))
+        self.runner = Runner(executor, self.pool, fork)
         self.rng = np.random.default_rng(seed)
         self.soil()
 
@@ -58,11 +61,14 @@ class Both:
 
     def hidden(self, jobs: Sequence[Job]) -> Tensor:
         """Hidden vectors [R, H] of all reads of a round; its checkpoints are dropped."""
-        result = self.runner.run(jobs)
-        for marks in result.checkpoints:
+        reads = sum(len(job.forest.leaves) for job in jobs if job.reads)
+        started = self.runner.start(jobs, Asked.every_vector(reads))
+        for marks in started.checkpoints:
             for anchor in marks:
                 self.runner.drop(anchor)
-        return result.hidden
+        hidden = started.pending.wait()[1]
+        assert hidden is not None
+        return torch.from_numpy(hidden)
 
     def checkpoint(self, prompt: Tokens, position: int, before: Anchor | None = None) -> Anchor:
         """Runs a prompt's first `position` tokens, from an earlier checkpoint if given, and keeps
@@ -72,7 +78,7 @@ class Both:
         job = Job(
             build_forest([prompt[:position]], start), before, (Mark(0, position),), reads=False
         )
-        return self.runner.run([job]).checkpoints[0][0]
+        return self.runner.start([job], Asked.every_vector(0)).checkpoints[0][0]
 
     def assert_equal(self, got: Tensor, prompts: Sequence[Tokens]) -> None:
         """Every read equals its prompt run alone, within the tolerance."""

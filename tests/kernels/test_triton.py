@@ -13,16 +13,17 @@ import torch
 pytest.importorskip("triton")
 
 from flide_engine.device_plan import Capacity, Tables
+from flide_engine.executor import to_device
 from flide_engine.kernels.attention import attention
 from flide_engine.kernels.attention_ref import AttentionShape, attention_ref
-from flide_engine.kernels.delta_net import delta_net
+from flide_engine.kernels.delta_net import DeltaNetTuning, delta_net
 from flide_engine.kernels.delta_net_ref import DeltaNetShape, DeltaNetWeights, delta_net_ref
 from flide_engine.kernels.pointwise import add_rms_norm, swiglu
 from flide_engine.kernels.pointwise_ref import add_rms_norm_ref, swiglu_ref
 from flide_engine.layout.plan import Anchor, RoundPlan
 from flide_engine.layout.stream import Job, lay_out
 from flide_engine.layout.tree import build_forest
-from flide_engine.runner import to_device
+from flide_engine.readout import Asked
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = (
@@ -33,7 +34,7 @@ pytestmark = (
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
 RELATIVE_ERROR = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-SLOTS, PAGES = 12, 24
+SLOTS, PAGES = 12, 40
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -56,6 +57,8 @@ def trees(kind: str) -> list[Job]:
         return [Job(build_forest(prompts(0, [70])))]
     if kind == "forked":
         return [Job(build_forest(prompts(130, [1, 5, 64, 66])))]
+    if kind == "long":  # long enough for a chain cut over several stages
+        return [Job(build_forest(prompts(1030, [3, 70])))]
     if kind == "company":
         return [
             Job(build_forest(prompts(63, [2, 3]))),
@@ -79,8 +82,8 @@ def both_streams(kind: str) -> tuple[RoundPlan, Tables]:
     slots = np.arange(5, 5 + layout.num_slots, dtype=np.int32)
     plan, _ = layout.bind(pages, slots)
     rows = plan.num_rows + 11
-    tables = Tables(Capacity.of(rows, 8, 64), DEVICE)
-    assert tables.fill(plan)
+    tables = Tables(Capacity.of(rows, 8, 64, 3, stages=4 if kind == "long" else 2), DEVICE)
+    assert tables.fill(plan, Asked.every_vector(len(plan.read_rows)))
     tables.upload()
     return plan, tables
 
@@ -93,7 +96,7 @@ def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("hk", "hv"), [(2, 2), (1, 2)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "long"])
 def test_delta_net(kind: str, hk: int, hv: int, dtype: torch.dtype) -> None:
     """Outputs of all rows, states and convolution rows of all stores."""
     plan, tables = both_streams(kind)
@@ -120,7 +123,9 @@ def test_delta_net(kind: str, hk: int, hv: int, dtype: torch.dtype) -> None:
     want = delta_net_ref(
         projected[:rows], weights, shape, states[0], convs[0], to_device(plan, DEVICE)
     )
-    got = delta_net(projected, weights, shape, states[1], convs[1], tables.stream, programs=7)
+    got = delta_net(
+        projected, weights, shape, states[1], convs[1], tables.stream, DeltaNetTuning(7, 4)
+    )
     assert relative_error(got[:rows], want) < RELATIVE_ERROR[dtype]
     assert relative_error(states[1], states[0]) < RELATIVE_ERROR[dtype]
     assert torch.equal(convs[0], convs[1])
@@ -210,5 +215,5 @@ def test_repeated_tokens_do_not_blow_up() -> None:
     want = delta_net_ref(
         projected[: plan.num_rows], weights, shape, *pools[0], to_device(plan, DEVICE)
     )
-    got = delta_net(projected, weights, shape, *pools[1], tables.stream, programs=3)
+    got = delta_net(projected, weights, shape, *pools[1], tables.stream, DeltaNetTuning(3, 4))
     assert relative_error(got[: plan.num_rows], want) < 1e-3

@@ -1,76 +1,133 @@
 """Work lists hold exactly what the plan says."""
 
+from types import SimpleNamespace
+
 import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flide_engine.layout.stream import Job
-from flide_engine.layout.tasks import attention_tiles, chunk_tasks
-from flide_engine.layout.tree import Forest
+from flide_engine.device_plan import Capacity, Tables
+from flide_engine.layout.plan import RoundPlan
+from flide_engine.layout.tree import Forest, build_forest
+from flide_engine.readout import Asked
 from tests.layout.test_stream import forests, keys_of, plan_of
 
 
+def lists_of(plan: RoundPlan, tile: int = 4, stages: int = 0) -> SimpleNamespace:
+    """A plan's work lists, cut to what is there."""
+    tables = Tables(Capacity.exactly(plan, tile, 3, stages), torch.device("cpu"))
+    for array in tables.host.values():
+        array.fill(-77)
+    assert tables.fill(plan, Asked.every_vector(len(plan.read_rows)))
+    chunks, tiles, reads, _, resumed = tables.host["counts"][:5].tolist()
+    lists = {k: v.copy() for k, v in tables.host.items()}
+    for name, array in lists.items():
+        if name.startswith("chunk_"):
+            lists[name] = array[:chunks]
+        elif name.startswith("tile_"):
+            lists[name] = array[:tiles]
+        elif name.startswith("read_tile_"):
+            lists[name] = array[:reads]
+    lists["resumed"] = lists["resumed"][:resumed]
+    return SimpleNamespace(**lists)
+
+
+def place_of(plan: RoundPlan, tasks: SimpleNamespace, c: int) -> tuple[int, int]:
+    """Node and first position of a chunk, from its first row that is the node's own."""
+    row = int(tasks.chunk_rows[c, tasks.chunk_skips[c]])
+    node = int(np.searchsorted(plan.cu_seqlens, row, side="right")) - 1
+    return node, int(plan.starts[node] + row - plan.cu_seqlens[node]) // 64 * 64
+
+
+def chain_of(plan: RoundPlan, node: int) -> list[int]:
+    """Rows of all positions up to a node's end."""
+    own = range(plan.cu_seqlens[node], plan.cu_seqlens[node + 1])
+    return keys_before(plan, node) + list(own)
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.lists(forests(), min_size=1, max_size=3))
-def test_chunks_spell_each_node_from_its_grain(trees: list[Forest]) -> None:
-    """Tail and own rows in order, stores at the chunk they end."""
+@given(st.lists(forests(), min_size=1, max_size=3), st.integers(0, 3))
+def test_chunks_spell_each_node_from_its_grain(trees: list[Forest], more: int) -> None:
+    """Every chunk once: tail and own rows in order, stores at the chunk they end."""
     plan = plan_of([Job(t) for t in trees], "token")
-    tasks = chunk_tasks(plan)
+    tasks = lists_of(plan, stages=len(plan.level_ends) + more)
     stores = {
         (int(n), int(p)): int(s)
         for n, p, s in zip(plan.store_nodes, plan.store_positions, plan.store_slots, strict=True)
     }
-    seen = set()
-    c = 0
-    for node, start in enumerate(plan.starts.tolist()):
-        own = range(plan.cu_seqlens[node], plan.cu_seqlens[node + 1])
-        chain = keys_before(plan, node) + list(own)
-        for at in range(start // 64 * 64, len(chain), 64):
-            assert tasks.rows[c].tolist() == [
-                chain[p] if p < len(chain) else -1 for p in range(at, at + 64)
-            ]
-            assert tasks.skips[c] == max(0, start - at)
-            assert tasks.slots[c] == stores.get((node, at + 64), -1)
-            if tasks.slots[c] >= 0:
-                seen.add((node, at + 64))
-            c += 1
-    assert c == len(tasks.rows)
-    assert seen == set(stores)
+    places = [place_of(plan, tasks, c) for c in range(len(tasks.chunk_rows))]
+    assert sorted(places) == [
+        (node, at)
+        for node, start in enumerate(plan.starts.tolist())
+        for at in range(start // 64 * 64, len(chain_of(plan, node)), 64)
+    ]
+    for c, (node, at) in enumerate(places):
+        chain = chain_of(plan, node)[at : at + 64]
+        assert tasks.chunk_rows[c].tolist() == chain + [-1] * (64 - len(chain))
+        assert tasks.chunk_skips[c] == max(0, plan.starts[node] - at)
+        assert tasks.chunk_slots[c] == stores.get((node, at + 64), -1)
+    assert sum(s >= 0 for s in tasks.chunk_slots.tolist()) == len(stores)
+
+
+def state_before(plan: RoundPlan, node: int, at: int) -> list[int]:
+    """What a state after `at` tokens of a node's chain stands for: the rows that made it."""
+    return chain_of(plan, node)[:at]
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(forests(), min_size=1, max_size=3))
-def test_every_chunk_is_handed_the_state_after_the_chunk_before(trees: list[Forest]) -> None:
-    """Run as the kernels do: scans level by level; what a chunk is handed spells its chain."""
+@given(st.lists(forests(), min_size=1, max_size=3), st.integers(0, 3))
+def test_every_chunk_is_handed_the_state_after_the_chunk_before(
+    trees: list[Forest], more: int
+) -> None:
+    """Run as the kernels do, stage by stage: outputs of a stage need scans up to that stage only,
+    and what a chunk is handed spells its chain.
+    """
     plan = plan_of([Job(t) for t in trees], "token")
-    tasks = chunk_tasks(plan)
+    follow(plan, lists_of(plan, stages=len(plan.level_ends) + more))
+
+
+def test_long_chains_are_cut_into_the_stages_that_a_tree_leaves() -> None:
+    """A chain of 33 chunks beside a short one, over three of four stages, then their branches."""
+    rng = np.random.default_rng(0)
+    trunks = [rng.integers(0, 50, n) for n in (33 * 64 + 5, 70)]
+    jobs = [
+        Job(build_forest([np.r_[trunk, [100 + i, 7]].astype(np.int32) for i in range(2)]))
+        for trunk in trunks
+    ]
+    plan = plan_of(jobs, "token")
+    tasks = lists_of(plan, stages=4)
+    follow(plan, tasks)
+    assert tasks.scans[: tasks.stage_scans[-1], 1].tolist() == [11, 1, 11, 11]
+    assert np.diff(tasks.stage_chunks).tolist() == [13, 11, 12, 4]
+
+
+def follow(plan: RoundPlan, tasks: SimpleNamespace) -> None:
+    """Asserts that each stage's chunks are handed the right states, running as the kernels do."""
     slots: dict[int, list[int]] = {-1: []}
     handed: dict[int, list[int]] = {-1: []}
+    carries: dict[int, list[int]] = {}
     for slot, number in tasks.resumed.tolist():
         slots[slot] = handed[number] = [-2 - slot]  # from before the round
-
-    def after(state: list[int], c: int) -> list[int]:
-        return state + [r for r in tasks.rows[c].tolist() if r >= 0]
-
-    low = 0
-    for high in tasks.level_ends.tolist():
-        found = {}
-        for first, count, slot, number in tasks.scans[low:high].tolist():
-            state = slots[slot]
+    for stage in range(len(tasks.stage_scans) - 1):
+        low, high = tasks.stage_scans[stage : stage + 2].tolist()
+        found: dict[int, list[int]] = {}
+        ends: dict[int, list[int]] = {}
+        for first, count, slot, number, before, after in tasks.scans[low:high].tolist():
+            state = slots[slot] if before < 0 else carries[before]
             for i in range(count):
-                state = handed[number + i] = after(state, first + i)
-                if tasks.slots[first + i] >= 0:
-                    found[int(tasks.slots[first + i])] = state
+                rows = [r for r in tasks.chunk_rows[first + i].tolist() if r >= 0]
+                state = handed[number + i] = state + rows
+                if tasks.chunk_slots[first + i] >= 0:
+                    found[int(tasks.chunk_slots[first + i])] = state
+            if after >= 0:
+                ends[after] = state
         slots |= found
-        low = high
-    assert len(handed) - 1 == tasks.passed
-    for c, source in enumerate(tasks.sources.tolist()):
-        state, rows = handed[source], tasks.rows[c]
-        node = int(np.searchsorted(plan.cu_seqlens, rows[tasks.skips[c]], side="right")) - 1
-        chain = keys_before(plan, node) + list(
-            range(plan.cu_seqlens[node], plan.cu_seqlens[node + 1])
-        )
-        assert state == chain[: chain.index(rows[0])]
+        carries |= ends
+        for c in range(*tasks.stage_chunks[stage : stage + 2].tolist()):
+            node, at = place_of(plan, tasks, c)
+            assert handed[int(tasks.chunk_sources[c])] == state_before(plan, node, at)
 
 
 def keys_before(plan: object, node: int) -> list[int]:
@@ -87,7 +144,9 @@ def test_tiles_hold_every_query_once_beside_its_keys(
     """Queries of a tile share pages and tail, and their own keys lie in its range."""
     plan = plan_of([Job(t) for t in trees], "token")
     rows = plan.read_rows if only_reads else np.arange(plan.num_rows, dtype=np.int32)
-    tiles = attention_tiles(plan, rows, tile, 3)
+    lists = vars(lists_of(plan, tile))
+    prefix = "read_tile_" if only_reads else "tile_"
+    tiles = SimpleNamespace(**{n: lists[prefix + n] for n in ("queries", "nodes", "ends", "pages")})
     placed = tiles.queries[tiles.queries >= 0]
     assert sorted(placed.tolist()) == list(range(len(rows)))
     for a, queries in enumerate(tiles.queries):
@@ -99,7 +158,9 @@ def test_tiles_hold_every_query_once_beside_its_keys(
             assert plan.starts[node] == plan.starts[shared]
             assert plan.chain_rows[node].tolist() == plan.chain_rows[shared].tolist()
             assert shared <= node <= last
-            assert row <= tiles.last_rows[a]
+            page_list = plan.pages[tiles.pages[a, 0] :][: tiles.pages[a, 1]]
+            assert page_list.tolist() == plan.page_list(node).tolist()
+            assert row <= tiles.ends[a, 0]
             # whole steps: every query of the tile is past them
             own = row - plan.cu_seqlens[node] + plan.starts[node] % 64
-            assert tiles.full[a] == 0 or (shared == last and 64 * tiles.full[a] <= own + 1)
+            assert tiles.ends[a, 1] == 0 or (shared == last and 64 * tiles.ends[a, 1] <= own + 1)

@@ -1,0 +1,58 @@
+"""Timing that every engine is timed with."""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+
+def event_ms(run: Callable[[], Any]) -> float:
+    """Milliseconds on the device of what `run` launches."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+def wall_ms(run: Callable[[], Any]) -> float:
+    """Milliseconds until `run` returns."""
+    began = time.perf_counter()
+    run()
+    return 1000 * (time.perf_counter() - began)
+
+
+def closed_loop(
+    submit: Callable[[Any], "Future[Any]"], requests: Sequence[Any], clients: int, seconds: float
+) -> dict[str, Any]:
+    """Clients that ask again as soon as they are answered; the first tenth is warm-up.
+
+    requests: sent in turn, over and over.
+    """
+    spans: list[float] = []
+    turn = iter(range(10**9))
+    began = time.perf_counter()
+    first, stop = began + seconds / 10, began + seconds
+
+    def client() -> None:
+        while (asked := time.perf_counter()) < stop:
+            submit(requests[next(turn) % len(requests)]).result()
+            if asked >= first:
+                spans.append(1000 * (time.perf_counter() - asked))
+
+    threads = [threading.Thread(target=client) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    spans.sort()
+    return {
+        "rps": round(len(spans) / (time.perf_counter() - first), 1),
+        "p50_ms": round(statistics.median(spans), 2),
+        "p99_ms": round(spans[int(0.99 * len(spans))], 2),
+    }

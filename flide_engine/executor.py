@@ -1,0 +1,67 @@
+"""How a plan is run: eagerly on any device, or (`graphs.py`) by replaying a captured graph."""
+
+from typing import Any, Protocol
+
+import torch
+
+from flide_engine.kernels.stream import StreamTensors
+from flide_engine.layout.plan import RoundPlan
+from flide_engine.models.base import DecisionModel, StateTensors
+from flide_engine.readout import Asked, Floats
+
+
+class Pending(Protocol):
+    """A round on the device."""
+
+    def wait(self) -> tuple[Floats, Floats | None]:
+        """Blocks until it is done: (logits [K], hidden vectors [R, H] if any were asked for)."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs plans in the order in which they come."""
+
+    runs_ahead: bool
+    """Whether `start` returns before the round is done."""
+
+    def start(self, plan: RoundPlan, asked: Asked) -> Pending:
+        """Begins a round. Raises RoundTooLarge if it can never be run."""
+        ...
+
+
+class Done:
+    """A round that has been run."""
+
+    def __init__(self, logits: Floats, hidden: Floats | None) -> None:
+        self._found = logits, hidden
+
+    def wait(self) -> tuple[Floats, Floats | None]:
+        """See Pending."""
+        return self._found
+
+
+class Eager:
+    """Runs a plan of any shape at once, with kernels that need no work lists."""
+
+    runs_ahead = False
+
+    def __init__(self, model: DecisionModel, state: StateTensors, device: torch.device) -> None:
+        self._model, self._state, self._device = model, state, device
+
+    @torch.inference_mode()
+    def start(self, plan: RoundPlan, asked: Asked) -> Done:
+        """See Executor; every round fits."""
+        hidden = self._model.forward(to_device(plan, self._device), self._state)
+        reads, rows = (torch.from_numpy(a).to(self._device) for a in (asked.reads, asked.rows))
+        logits = self._model.label_logits(hidden, reads, rows)
+        return Done(logits.cpu().numpy(), hidden.float().cpu().numpy() if asked.vectors else None)
+
+
+def to_device(plan: RoundPlan, device: torch.device) -> StreamTensors:
+    """The plan's arrays as tensors on `device`."""
+    arrays: dict[str, Any] = {
+        name: torch.from_numpy(getattr(plan, name)).to(device)
+        for name in StreamTensors.__dataclass_fields__
+        if name not in {"level_ends", "tasks"}
+    }
+    return StreamTensors(level_ends=tuple(plan.level_ends.tolist()), **arrays)
