@@ -18,7 +18,7 @@ from flide_engine.layout.tasks import (
     cut_pieces,
     stores_of,
     write_chunks,
-    write_row_nodes,
+    write_rows,
     write_scans,
     write_tiles,
 )
@@ -111,6 +111,7 @@ class Capacity:
             "stage_chunks": (self.stages + 1,),
             "stage_scans": (self.stages + 1,),
             "row_nodes": (self.rows,),
+            "row_taps": (self.rows, 3),
             "chunk_rows": (self.chunks, 64),
             "chunk_skips": (self.chunks,),
             "chunk_slots": (self.chunks,),
@@ -183,7 +184,9 @@ class Tables:
         host["tokens"][plan.num_rows :] = 0
         host["read_rows"][len(plan.read_rows) :] = 0
         host["label_reads"][len(asked.reads) :] = -1
-        write_row_nodes(plan.cu_seqlens, host["row_nodes"])
+        write_rows(
+            plan.cu_seqlens, plan.starts, plan.chain_rows, host["row_nodes"], host["row_taps"]
+        )
         tiles = self._tiles("tile_", plan, self._every[: plan.num_rows])
         reads = self._tiles("read_tile_", plan, plan.read_rows)
         if tiles < 0 or reads < 0:

@@ -73,8 +73,13 @@ def _job(number: int, pieces: list[Piece], first: int) -> tuple[Job, list[Place]
         marks = tuple(Mark(0, position) for position in wanted)
         place = Place(first, 0, number, tuple((p, i) for i, p in enumerate(wanted)))
         return Job(forest, anchor, marks, reads=False), [place], first
-    texts = [p.work.rendered.prompts[i] for p in pieces for i in p.work.replays[p.index].prompts]
-    forest = build_forest(texts, replay.start)
+    if len(pieces) == 1 and replay.forest is not None:
+        forest = replay.forest
+    else:
+        texts = [
+            p.work.rendered.prompts[i] for p in pieces for i in p.work.replays[p.index].prompts
+        ]
+        forest = build_forest(texts, replay.start)
     marks_of: dict[Mark, int] = {}
     places: list[Place] = []
     leaf = 0

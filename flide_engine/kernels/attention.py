@@ -15,7 +15,7 @@ from torch import Tensor
 from flide_engine.kernels.attention_ref import AttentionShape
 from flide_engine.kernels.stream import READ_TILES, TILES, WRITTEN_PAGES, StreamTensors
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -237,13 +237,19 @@ def _attention_kernel(
                 top, total, acc = _one_tile(
                     b_q, b_k, b_v, seen, top, total, acc, scale, True, product
                 )
+        # read again, by another policy lest it be merged: kept, it would spill in the loop
+        query = tl.load(tile_queries + tile * TILE + m // GROUP_BLOCK, eviction_policy="evict_last")
+        there = (query >= 0) & (m % GROUP_BLOCK < GROUP)
+        query = tl.where(there, query, 0).to(tl.int64)
+        head = kv * GROUP + m % GROUP_BLOCK
         gate = tl.load(
             q_gate + (query * gate_stride + head * 2 * D + D)[:, None] + d[None, :],
             mask=there[:, None], other=0.0,
         ).to(tl.float32)  # fmt: skip
-        value = (acc / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty)
-        value = value.to(tl.float32) / (1.0 + tl.exp(-gate))
-        tl.store(out + at, value.to(out.dtype.element_ty), mask=there[:, None])
+        value = (acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]).to(out.dtype.element_ty)
+        root = tl.rsqrt(1.0 + tl.exp2(gate * -LOG2_E))  # squared, the sigmoid without a division
+        value = (value.to(tl.float32) * (root * root)).to(out.dtype.element_ty)
+        tl.store(out + (query * NH + head)[:, None] * D + d[None, :], value, mask=there[:, None])
 
 
 def attention(
@@ -293,7 +299,7 @@ def attention(
     _attention_kernel[(programs,)](
         q, q_gate, q_gate.stride(0), k, v, keys, values, out, index, *lists,
         stream.pages, stream.chain_rows, stream.starts, stream.cu_seqlens, tasks.row_nodes,
-        tasks.counts, hd**-0.5 * LOG2_E, NKV=nkv, GROUP=group, GROUP_BLOCK=block,
+        tasks.counts, hd**-0.5 * LOG2_E.value, NKV=nkv, GROUP=group, GROUP_BLOCK=block,
         TILE=lists[0].shape[1], D=hd, WINDOW=shape.window or 0, GATHER=rows is not None,
         STAGES=stages,
         count_at=TILES if rows is None else READ_TILES,

@@ -21,7 +21,7 @@ CHUNK = 64
 class DeltaNetTuning:
     """Shapes of the launches; no choice changes a bit.
 
-    programs: of each launch. conv_rows: rows of a program of the convolution. prep_warps: warps of
+    programs: of each launch. overlap: see `run_stages`. conv_rows: rows of a program of the convolution. prep_warps: warps of
     a program; prep_part: columns of a head that it holds at once. block_v: columns of a state that
     a program of the chain carries; stages: how far its loads run ahead. output_warps: as
     prep_warps.
@@ -29,6 +29,7 @@ class DeltaNetTuning:
 
     programs: int
     prep_warps: int
+    overlap: bool
     conv_rows: int = 16
     prep_part: int = 64
     block_v: int = 64
@@ -39,9 +40,16 @@ class DeltaNetTuning:
 # On an H200 at the 0.8B shape, us of conv / prep / one level of the chain / outputs:
 # 510 tokens 7.1 / 13.4 / 10.7 / 8.9 (with LARGE prep 16.3), 8,180 tokens 90 / 145 / 72 / 107
 # (with SMALL prep 262). More registers than a program needs cost less than the spills of a cap.
-SMALL = DeltaNetTuning(programs=132, prep_warps=8)
-LARGE = DeltaNetTuning(programs=264, prep_warps=4)
-SMALL_ROWS = 512
+SMALL = DeltaNetTuning(programs=132, prep_warps=8, overlap=False)
+MIDDLE = DeltaNetTuning(programs=264, prep_warps=4, overlap=False)
+LARGE = DeltaNetTuning(programs=264, prep_warps=4, overlap=True)
+SMALL_ROWS, MIDDLE_ROWS = 512, 1536
+
+
+def _tuned(rows: int) -> DeltaNetTuning:
+    if rows <= SMALL_ROWS:
+        return SMALL
+    return MIDDLE if rows <= MIDDLE_ROWS else LARGE
 
 
 def delta_net(
@@ -59,7 +67,7 @@ def delta_net(
     """
     tasks = stream.tasks
     assert tasks is not None, "the GPU kernels need the stream's work lists"
-    tuning = tuning or (SMALL if len(projected) <= SMALL_ROWS else LARGE)
+    tuning = tuning or _tuned(len(projected))
     hk, hv, dk, dv = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim
     chunks, new, kind = len(tasks.chunk_rows), projected.new_empty, projected.dtype
     mixed = new(len(projected), shape.conv_channels)
@@ -71,15 +79,15 @@ def delta_net(
     out = new(len(projected), hv * dv)
     heads = {"HV": hv, "DK": dk, "DV": dv, "product": "ieee" if kind == torch.float32 else "tf32"}
     conv_kernel[(-(-len(projected) // tuning.conv_rows), 2 * hk + hv * dv // dk)](
-        projected, projected.stride(0), conv_state, weights.conv, mixed, tasks.row_nodes,
-        stream.starts, stream.cu_seqlens, stream.chain_rows, len(projected),
+        projected, projected.stride(0), conv_state, weights.conv, mixed,
+        tasks.row_taps, len(projected),
         HK=hk, HV=hv, DK=dk, DV=dv, ROWS=tuning.conv_rows, num_warps=4,
     )  # fmt: skip
 
-    def prep(stage: int) -> None:
+    def prep(stage: int, stop: int) -> None:
         prep_kernel[(tuning.programs,)](
             mixed, projected, projected.stride(0), conv_state, weights.A_log, weights.dt_bias,
-            tasks.chunk_rows, tasks.chunk_slots, tasks.stage_chunks, stage,
+            tasks.chunk_rows, tasks.chunk_slots, tasks.stage_chunks, stage, stop,
             recurrent_state, tasks.resumed, tasks.counts, k, w, u, total, decay, passed,
             HK=hk, **heads, BD=min(tuning.prep_part, dk, dv), resumed_at=RESUMED,
             num_warps=tuning.prep_warps, num_stages=1,
@@ -92,46 +100,48 @@ def delta_net(
             **heads, BV=min(tuning.block_v, dv), STAGES=tuning.stages, num_warps=4,
         )  # fmt: skip
 
-    def outputs(stage: int) -> None:
+    def outputs(stage: int, stop: int) -> None:
         output_kernel[(tuning.programs,)](
             mixed, w, u, total, passed,
             projected[:, shape.conv_channels :], projected.stride(0), weights.norm, out, shape.eps,
-            tasks.chunk_rows, tasks.chunk_skips, tasks.chunk_sources, tasks.stage_chunks, stage,
+            tasks.chunk_rows, tasks.chunk_skips, tasks.chunk_sources, tasks.stage_chunks, stage, stop,
             HK=hk, **heads, num_warps=tuning.output_warps, num_stages=1,
         )  # fmt: skip
 
-    run_stages(len(tasks.stage_chunks) - 1, prep, chain, outputs, projected.is_cuda)
+    overlap = tuning.overlap and projected.is_cuda
+    run_stages(len(tasks.stage_chunks) - 1, prep, chain, outputs, overlap)
     return out
 
 
 def run_stages(
     stages: int,
-    prep: Callable[[int], None],
+    prep: Callable[[int, int], None],
     chain: Callable[[int], None],
-    outputs: Callable[[int], None],
-    on_gpu: bool,
+    outputs: Callable[[int, int], None],
+    overlap: bool,
 ) -> None:
-    """Each stage's preparation, chain of states and outputs, the chain beside all else.
+    """Preparation, chain of states and outputs of all stages.
 
-    A chain keeps a few multiprocessors busy for long; meanwhile the others prepare the next stages
-    and put out the ones before.
+    prep and outputs take a range of stages, chain one. overlap: a chain keeps a few multiprocessors
+    busy for long; meanwhile the others prepare the next stages and put out the ones before.
     """
-    if stages == 1 or not on_gpu:
-        for step in (prep, chain, outputs):
-            for stage in range(stages):
-                step(stage)
+    if stages == 1 or not overlap:
+        prep(0, stages)
+        for stage in range(stages):
+            chain(stage)
+        outputs(0, stages)
         return
     main, side = torch.cuda.current_stream(), _side_stream()
     done = []
     for stage in range(stages):
-        prep(stage)
+        prep(stage, stage + 1)
         side.wait_stream(main)
         with torch.cuda.stream(side):
             chain(stage)
             done.append(side.record_event())
     for stage in range(stages):
         main.wait_event(done[stage])
-        outputs(stage)
+        outputs(stage, stage + 1)
 
 
 @cache

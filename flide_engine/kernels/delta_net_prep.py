@@ -17,7 +17,7 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def conv_kernel(
-    stream, stride, slots, weight, out, row_nodes, starts, cu_seqlens, chain_rows, rows,
+    stream, stride, slots, weight, out, row_taps, rows,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """silu(convolution) of the stream, queries and keys of norm dk^-0.5 and 1: out [T, C]."""
@@ -25,16 +25,11 @@ def conv_kernel(
     head = tl.program_id(1)
     channel = head * DK + tl.arange(0, DK)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    node = tl.load(row_nodes + row, mask=row < rows, other=-1)
-    real = node >= 0
-    before = row - tl.load(cu_seqlens + node, mask=real, other=0)
-    tail = tl.load(starts + node, mask=real, other=0) % 64
-    chain = chain_rows + node * 66 + tail + before
+    real = row < rows
     total = tl.zeros([ROWS, DK], tl.float32)
     for tap in tl.static_range(4):
-        inside = before >= 3 - tap
-        code = tl.load(chain + tap, mask=real & ~inside, other=-1)
-        code = tl.where(inside, row - (3 - tap), code).to(tl.int64)
+        code = row if tap == 3 else tl.load(row_taps + row * 3 + tap, mask=real, other=-1)
+        code = code.to(tl.int64)
         there = real & (code != -1)
         place = tl.where(code >= 0, stream + code * stride, slots + (-2 - code) * channels)
         x = tl.load(place[:, None] + channel[None, :], mask=there[:, None], other=0.0)
@@ -76,12 +71,21 @@ def _inverse(a, i, precision: tl.constexpr):
     """(I + a)^-1 of a strictly lower triangular [64, 64], blocks of 2, 4 .. 64 from each other.
 
     With P and Q the inverses of a block's halves and M below them, the inverse has -Q M P there. So
-    nothing ever outgrows the result, as a power series does where tokens repeat.
+    nothing ever outgrows the result, as a power series does where tokens repeat. Up to 16, the four
+    blocks on the diagonal are a batch of small products, a warp each.
     """
-    apart = i[:, None] ^ i[None, :]
-    x = tl.where(apart == 0, 1.0, tl.where(apart == 1, -a, 0.0))
-    for level in range(1, 6):
-        middle = tl.where((apart >> level) == 1, a, 0.0)
+    r = tl.arange(0, 16)
+    four = tl.arange(0, 4)
+    apart = (r[:, None] ^ r[None, :])[None, :, :]
+    on = (four[:, None] == four[None, :])[:, None, :, None]
+    small = tl.sum(tl.where(on, tl.reshape(a, [4, 16, 4, 16]), 0.0), 2)
+    y = tl.where(apart == 0, 1.0, tl.where(apart == 1, -small, 0.0))
+    for level in range(1, 4):
+        middle = tl.where((apart >> level) == 1, small, 0.0)
+        y -= tl.dot(tl.dot(y, middle, input_precision=precision), y, input_precision=precision)
+    x = tl.reshape(tl.where(on, y[:, :, None, :], 0.0), [64, 64])
+    for level in range(4, 6):
+        middle = tl.where(((i >> level)[:, None] ^ (i >> level)[None, :]) == 1, a, 0.0)
         x -= tl.dot(tl.dot(x, middle, input_precision=precision), x, input_precision=precision)
     return x
 
@@ -89,7 +93,7 @@ def _inverse(a, i, precision: tl.constexpr):
 @triton.jit
 def prep_kernel(
     mixed, stream, stride, slots, a_log, dt_bias,
-    chunk_rows, chunk_slots, stage_chunks, stage, state, resumed, counts,
+    chunk_rows, chunk_slots, stage_chunks, stage, stop, state, resumed, counts,
     k_out, w_out, u_out, total_out, decay_out, passed,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
     resumed_at: tl.constexpr, product: tl.constexpr,
@@ -103,7 +107,7 @@ def prep_kernel(
     j = tl.arange(0, 64)
     d = tl.arange(0, BD)  # a part of a head at a time: fewer registers, more programs at once
     begin = tl.load(stage_chunks + stage) * HV + tl.program_id(0)
-    for task in range(begin, tl.load(stage_chunks + stage + 1) * HV, tl.num_programs(0)):
+    for task in range(begin, tl.load(stage_chunks + stop) * HV, tl.num_programs(0)):
         c = task // HV
         hv = task % HV
         at = (c * HV + hv).to(tl.int64)

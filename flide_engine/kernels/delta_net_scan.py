@@ -8,7 +8,7 @@ It keeps S in registers, transposed, as the left operand of both products. After
 leaves S, rounded, for the next chunk's output, and in float32 in a slot where a checkpoint is
 marked. A node's last chunk is run only if its state is kept.
 
-The outputs, a program a chunk and value head, a stage's chunks at once:
+The outputs, a program a chunk and value head, those of a stage, or of all, at once:
 
     n = u - w S,  p = lower(q k^T * D),  o = e^G q S + p n,  y = norm(o) * weight * silu(z)
 """
@@ -71,18 +71,18 @@ def state_kernel(
 @triton.jit
 def output_kernel(
     mixed, w_in, u_in, total_in, passed, z, stride, norm, out, eps,
-    chunk_rows, chunk_skips, chunk_sources, stage_chunks, stage,
+    chunk_rows, chunk_skips, chunk_sources, stage_chunks, stage, stop,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     product: tl.constexpr,
 ):  # fmt: skip
-    """Gated and normed outputs of a stage's chunks. out [T, HV * DV]; z: first gate of row 0."""
+    """Gated and normed outputs of the chunks of some stages. out [T, HV * DV]; z: first gate of row 0."""
     channels: tl.constexpr = 2 * HK * DK + HV * DV
     kind = w_in.dtype.element_ty
     j = tl.arange(0, 64)
     dk = tl.arange(0, DK)
     dv = tl.arange(0, DV)
     begin = tl.load(stage_chunks + stage) * HV + tl.program_id(0)
-    tasks = tl.load(stage_chunks + stage + 1) * HV
+    tasks = tl.load(stage_chunks + stop) * HV
     source = tl.load(chunk_sources + begin // HV, mask=begin < tasks, other=-1).to(tl.int64)
     for task in range(begin, tasks, tl.num_programs(0)):
         c = task // HV

@@ -11,7 +11,8 @@ class StreamTasks:
 
     counts [8]: how many of each exist, by the places below.
     stage_chunks, stage_scans [S+1]: those of stage s are [s] .. [s+1]; empty stages repeat.
-    row_nodes [T]: node of each row, -1 for padding.
+    row_nodes [T]: node of each row, -1 for padding. row_taps [T, 3]: the three positions before each
+    row's, coded as RoundPlan.chain_rows.
     chunk_*, scans, resumed: see `layout.tasks`. passed_states, carries: room for what the scans
     pass on, and from stage to stage.
     tile_* and read_tile_*: see `write_tiles`, for all rows and for the read rows.
@@ -23,6 +24,7 @@ class StreamTasks:
     stage_chunks: Tensor
     stage_scans: Tensor
     row_nodes: Tensor
+    row_taps: Tensor
     chunk_rows: Tensor
     chunk_skips: Tensor
     chunk_slots: Tensor

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flide_engine.config import GRAIN
-from flide_engine.layout.tree import Tokens, build_forest, common_prefix, group_by_token
+from flide_engine.layout.tree import Forest, Tokens, build_forest, common_prefix, group_by_token
 
 
 def smallest_bucket(tokens: int, buckets: Sequence[int]) -> int:
@@ -32,6 +32,7 @@ class Replay:
     every
         prompt to its end and reads it.
     tokens: rows it takes in a stream.
+    forest: of its prompts from `start` on; None with a stop.
     """
 
     prompts: tuple[int, ...]
@@ -39,6 +40,7 @@ class Replay:
     resumes: int
     stop: int | None
     tokens: int
+    forest: Forest | None = None
 
 
 def cut_replays(prompts: Sequence[Tokens], limit: int, start: int = 0) -> list[Replay]:
@@ -54,9 +56,10 @@ def cut_replays(prompts: Sequence[Tokens], limit: int, start: int = 0) -> list[R
 
     def cut(group: list[int], start: int, resumes: int) -> None:
         texts = [prompts[i] for i in group]
-        tokens = build_forest(texts, start).num_tokens
+        forest = build_forest(texts, start)
+        tokens = forest.num_tokens
         if tokens <= limit:
-            pieces.append(Replay(tuple(group), start, resumes, None, tokens))
+            pieces.append(Replay(tuple(group), start, resumes, None, tokens, forest))
             return
         roots = group_by_token(prompts, group, start)
         if len(roots) > 1:

@@ -225,11 +225,21 @@ def write_tiles(
 
 
 @_compiled
-def write_row_nodes(cu_seqlens: Ints, row_nodes: Ints) -> None:
-    """Node of each row, -1 for padding."""
-    for n in range(len(cu_seqlens) - 1):
-        row_nodes[cu_seqlens[n] : cu_seqlens[n + 1]] = n
+def write_rows(
+    cu_seqlens: Ints, starts: Ints, chain_rows: Ints, row_nodes: Ints, row_taps: Ints
+) -> None:
+    """Node of each row, -1 for padding; and the three positions before each row's [T, 3], coded as
+    `RoundPlan.chain_rows`, nowhere for padding.
+    """
+    for n in range(len(starts)):
+        low, tail = cu_seqlens[n], starts[n] % GRAIN
+        for row in range(low, cu_seqlens[n + 1]):
+            row_nodes[row] = n
+            for tap in range(3):
+                place = row - low + tap - 3
+                row_taps[row, tap] = low + place if place >= 0 else chain_rows[n, tail + 3 + place]
     row_nodes[cu_seqlens[-1] :] = -1
+    row_taps[cu_seqlens[-1] :] = NOWHERE
 
 
 def stores_of(plan: RoundPlan) -> Ints:

@@ -5,6 +5,7 @@ its own.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -54,14 +55,19 @@ class Forest:
 
 def common_prefix(prompts: Sequence[Tokens], start: int, stop: int) -> int:
     """Number of tokens from `start` on, and before `stop`, on which all prompts agree."""
-    first, agreed = prompts[0], stop - start
+    first, end = prompts[0], stop
     for other in prompts[1:]:
-        if other is first or agreed == 0:
-            continue
-        differs = first[start : start + agreed] != other[start : start + agreed]
-        if differs.any():
-            agreed = int(differs.argmax())
-    return agreed
+        if other is not first:
+            end = _agree(first, other, start, end)
+    return end - start
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _agree(first: Tokens, other: Tokens, start: int, stop: int) -> int:
+    for at in range(start, stop):
+        if first[at] != other[at]:
+            return at
+    return stop
 
 
 def group_by_token(prompts: Sequence[Tokens], group: Sequence[int], at: int) -> list[list[int]]:
@@ -88,18 +94,18 @@ def build_forest(prompts: Sequence[Tokens], start: int = 0, min_saved: int = 64)
     nodes: list[Node] = []
     leaves = [-1] * len(prompts)
 
+    def end_in_leaves(group: list[int], parent: int, depth: int) -> None:
+        for i in group:
+            leaves[i] = len(nodes)
+            nodes.append(Node(parent, depth, prompts[i][depth:]))
+
     def grow(group: list[int], parent: int, depth: int, is_root: bool) -> None:
-        shared = 0
-        if len(group) > 1:
-            stop = min(len(prompts[i]) for i in group) - 1
-            shared = common_prefix([prompts[i] for i in group], depth, stop)
-            if not is_root and shared * (len(group) - 1) < min_saved:
-                shared = 0
-        if shared == 0:
-            for i in group:
-                leaves[i] = len(nodes)
-                nodes.append(Node(parent, depth, prompts[i][depth:]))
-            return
+        if len(group) == 1:
+            return end_in_leaves(group, parent, depth)
+        stop = min(len(prompts[i]) for i in group) - 1
+        shared = common_prefix([prompts[i] for i in group], depth, stop)
+        if shared == 0 or (not is_root and shared * (len(group) - 1) < min_saved):
+            return end_in_leaves(group, parent, depth)
         trunk = len(nodes)
         nodes.append(Node(parent, depth, prompts[group[0]][depth : depth + shared]))
         for below in group_by_token(prompts, group, depth + shared):

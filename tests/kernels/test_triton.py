@@ -16,7 +16,7 @@ from flide_engine.device_plan import Capacity, Tables
 from flide_engine.executor import to_device
 from flide_engine.kernels.attention import attention
 from flide_engine.kernels.attention_ref import AttentionShape, attention_ref
-from flide_engine.kernels.delta_net import DeltaNetTuning, delta_net
+from flide_engine.kernels.delta_net import LARGE, MIDDLE, SMALL, DeltaNetTuning, delta_net
 from flide_engine.kernels.delta_net_ref import DeltaNetShape, DeltaNetWeights, delta_net_ref
 from flide_engine.kernels.pointwise import add_rms_norm, swiglu
 from flide_engine.kernels.pointwise_ref import add_rms_norm_ref, swiglu_ref
@@ -124,11 +124,40 @@ def test_delta_net(kind: str, hk: int, hv: int, dtype: torch.dtype) -> None:
         projected[:rows], weights, shape, states[0], convs[0], to_device(plan, DEVICE)
     )
     got = delta_net(
-        projected, weights, shape, states[1], convs[1], tables.stream, DeltaNetTuning(7, 4)
+        projected,
+        weights,
+        shape,
+        states[1],
+        convs[1],
+        tables.stream,
+        DeltaNetTuning(7, 4, kind == "long"),
     )
     assert relative_error(got[:rows], want) < RELATIVE_ERROR[dtype]
     assert relative_error(states[1], states[0]) < RELATIVE_ERROR[dtype]
     assert torch.equal(convs[0], convs[1])
+
+
+@pytest.mark.parametrize("kind", ["forked", "long"])
+def test_no_tuning_changes_a_bit(kind: str) -> None:
+    """Outputs and states, whatever the launches look like."""
+    plan, tables = both_streams(kind)
+    width = 32 if INTERPRETED else 128
+    shape, dtype = DeltaNetShape(2, 2, width, width, 1e-6), DTYPES[-1]
+    c = shape.conv_channels
+    weights = DeltaNetWeights(
+        conv=random(c, 4, dtype=dtype, scale=0.5), A_log=random(2, dtype=torch.float32) - 1,
+        dt_bias=random(2, dtype=dtype), norm=random(width, dtype=torch.float32),
+    )  # fmt: skip
+    projected = random(tables.capacity.rows, c + 2 * width + 4, dtype=dtype)
+    found = []
+    for tuning in (SMALL, MIDDLE, LARGE):
+        state = torch.zeros(SLOTS, 2, width, width, device=DEVICE)
+        conv = torch.zeros(SLOTS, 3, c, device=DEVICE, dtype=dtype)
+        out = delta_net(projected, weights, shape, state, conv, tables.stream, tuning)
+        found.append((out[: plan.num_rows], state))
+    for out, state in found[1:]:
+        assert torch.equal(out, found[0][0])
+        assert torch.equal(state, found[0][1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -215,5 +244,7 @@ def test_repeated_tokens_do_not_blow_up() -> None:
     want = delta_net_ref(
         projected[: plan.num_rows], weights, shape, *pools[0], to_device(plan, DEVICE)
     )
-    got = delta_net(projected, weights, shape, *pools[1], tables.stream, DeltaNetTuning(3, 4))
+    got = delta_net(
+        projected, weights, shape, *pools[1], tables.stream, DeltaNetTuning(3, 4, False)
+    )
     assert relative_error(got[: plan.num_rows], want) < 1e-3
