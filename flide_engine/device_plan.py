@@ -14,8 +14,7 @@ from torch import Tensor
 from flide_engine.kernels.stream import StreamTasks, StreamTensors
 from flide_engine.layout.plan import RoundPlan
 from flide_engine.layout.tasks import (
-    MIN_PIECE,
-    cut_pieces,
+    count_chunks,
     stores_of,
     write_chunks,
     write_rows,
@@ -45,14 +44,13 @@ class Capacity:
     reads: int
     pages: int
     writes: int
-    stages: int
+    levels: int
     passed: int
-    carries: int
     labels: int
     turn: int = 1
 
     @classmethod
-    def of(cls, rows: int, tile: int, history: int, turn: int = 1, stages: int = 2) -> "Capacity":
+    def of(cls, rows: int, tile: int, history: int, turn: int = 1, levels: int = 2) -> "Capacity":
         """Of a bucket: room for many short branches, and for `history` grains of pages."""
         nodes = rows // 12 + 72
         return cls(
@@ -64,9 +62,8 @@ class Capacity:
             reads=nodes,
             pages=rows // 64 + nodes + history,
             writes=rows // 64 + nodes,
-            stages=stages,
+            levels=levels,
             passed=rows // 64 + 2 * nodes,
-            carries=rows // 64 // MIN_PIECE + 1,
             labels=4 * rows + 1024,
             turn=turn,
         )
@@ -84,9 +81,8 @@ class Capacity:
             reads=max(1, len(plan.read_rows)),
             pages=max(1, len(plan.pages)),
             writes=max(1, len(plan.write_pages)),
-            stages=stages or len(plan.level_ends),
+            levels=len(plan.level_ends),
             passed=len(plan.tokens) // 64 + 2 * n + len(plan.store_nodes),
-            carries=len(plan.tokens) // 64 // MIN_PIECE + 1,
             labels=256,
             turn=turn,
         )
@@ -108,15 +104,14 @@ class Capacity:
             "label_reads": (self.labels,),
             "label_rows": (self.labels,),
             "counts": (8,),
-            "stage_chunks": (self.stages + 1,),
-            "stage_scans": (self.stages + 1,),
+            "level_scans": (self.levels + 1,),
             "row_nodes": (self.rows,),
             "row_taps": (self.rows, 3),
             "chunk_rows": (self.chunks, 64),
             "chunk_skips": (self.chunks,),
             "chunk_slots": (self.chunks,),
             "chunk_sources": (self.chunks,),
-            "scans": (n + self.carries, 6),
+            "scans": (n, 4),
             "resumed": (n, 2),
             "tile_queries": (a, self.tile),
             "tile_nodes": (a, 2),
@@ -152,7 +147,7 @@ class Tables:
             at += -(-size // 4) * 4  # every array begins on 16 bytes
         self._views = hosts
         self._every = np.arange(capacity.rows, dtype=np.int32)
-        self.stream = _stream(views, capacity)
+        self.stream = _stream(views, capacity.passed)
         self.label_reads, self.label_rows = views["label_reads"], views["label_rows"]
 
     @property
@@ -163,10 +158,9 @@ class Tables:
     def fill(self, plan: RoundPlan, asked: Asked) -> bool:
         """Writes a plan and its work lists on the host. False if the bucket is too small for it."""
         most, levels = self.capacity, len(plan.level_ends)
-        if plan.num_rows > most.rows or levels > most.stages or plan.num_nodes > most.nodes:
+        if plan.num_rows > most.rows or levels > most.levels or plan.num_nodes > most.nodes:
             return False
-        pieces = cut_pieces(plan.cu_seqlens, plan.starts, plan.level_ends, most.stages)
-        chunks = int(pieces[:, 3].sum())
+        chunks = count_chunks(plan.cu_seqlens, plan.starts)
         # a node's last chunk passes no state on but for a store, a node resumes from one slot
         if chunks > most.chunks or chunks + len(plan.store_nodes) > most.passed:
             return False
@@ -191,7 +185,7 @@ class Tables:
         reads = self._tiles("read_tile_", plan, plan.read_rows)
         if tiles < 0 or reads < 0:
             return False
-        resumed = self._chunks(plan, pieces)
+        resumed = self._chunks(plan)
         host["counts"][:5] = chunks, tiles, reads, len(plan.write_pages), resumed
         return True
 
@@ -205,16 +199,16 @@ class Tables:
             *lists,
         )  # fmt: skip
 
-    def _chunks(self, plan: RoundPlan, pieces: Ints) -> int:
+    def _chunks(self, plan: RoundPlan) -> int:
         """Writes chunks and scans: how many states are resumed from."""
-        host = self.host
+        host, firsts = self.host, np.empty(plan.num_nodes + 1, np.int32)
         write_chunks(
-            pieces, plan.cu_seqlens, plan.starts, plan.chain_rows,
-            host["chunk_rows"], host["chunk_skips"], host["stage_chunks"],
+            plan.cu_seqlens, plan.starts, plan.chain_rows,
+            host["chunk_rows"], host["chunk_skips"], firsts,
         )  # fmt: skip
         return write_scans(
-            pieces, plan.starts, plan.initial_slots, stores_of(plan),
-            host["chunk_slots"], host["chunk_sources"], host["scans"], host["stage_scans"],
+            plan.starts, plan.initial_slots, plan.level_ends, stores_of(plan), firsts,
+            host["chunk_slots"], host["chunk_sources"], host["scans"], host["level_scans"],
             host["resumed"],
         )  # fmt: skip
 
@@ -228,9 +222,9 @@ class Tables:
         self._turn ^= 1
 
 
-def _stream(views: dict[str, Tensor], capacity: Capacity) -> StreamTensors:
+def _stream(views: dict[str, Tensor], passed: int) -> StreamTensors:
     lists = {name: views[name] for name in StreamTasks.__dataclass_fields__ if name in views}
-    tasks = StreamTasks(**lists, passed_states=capacity.passed, carries=capacity.carries)
+    tasks = StreamTasks(**lists, passed_states=passed)
     nothing = views["counts"][:0]
     plan = {
         name: views.get(name, nothing)

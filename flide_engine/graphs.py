@@ -89,13 +89,12 @@ LADDER = (
 )  # fmt: skip
 """Rows of the buckets: products take whole tiles of 128 rows, so rungs between them gain little."""
 
-SHORT_STAGES, LONG_STAGES, LONG_ROWS = (1, 2), 4, 2560
-"""Stages of the delta net's chain that a bucket is captured with; a tree takes one for each of its
-levels. Up to LONG_ROWS rows: a request alone, or a state and its questions; an empty stage would
-cost too much. Above, a long chain is cut into those that the tree leaves."""
+LEVELS, MANY_LEVELS, LONG_ROWS = (1, 2), 4, 2560
+"""Dependency levels that a bucket is captured with. Up to LONG_ROWS rows: a request alone, or a
+state and its questions; an empty level would cost too much. Above, all that a tree may have."""
 
 DEEP_ROWS = (1024,)
-"""Short buckets that are captured with LONG_STAGES too: an opening, a state, questions in groups."""
+"""Short buckets that are captured with MANY_LEVELS too: an opening, a state, grouped questions."""
 
 SMALL_TILE, TILE, SMALL_ROWS = 16, 32, 1024
 """Query rows of an attention tile in buckets of up to SMALL_ROWS rows, and in larger ones: small
@@ -111,8 +110,8 @@ def ladder(most: int, turn: int) -> list[Capacity]:
     turn: attention tiles that run at once.
     """
     rungs = [r for r in LADDER if r < most] + [most]
-    every = [(r, n) for r in rungs if r < LONG_ROWS for n in SHORT_STAGES]
-    every += [(r, LONG_STAGES) for r in rungs if r >= LONG_ROWS or r in DEEP_ROWS or r == most]
+    every = [(r, n) for r in rungs if r < LONG_ROWS for n in LEVELS]
+    every += [(r, MANY_LEVELS) for r in rungs if r >= LONG_ROWS or r in DEEP_ROWS or r == most]
     return [
         Capacity.of(r, SMALL_TILE if r <= SMALL_ROWS else TILE, HISTORY, turn, n) for r, n in every
     ]
@@ -140,7 +139,7 @@ class Graphs:
         example, _ = lay_out([Job(build_forest([text]))]).bind(nothing, nothing)
         self.buckets: list[Bucket] = []
         pool = None
-        for capacity in sorted(capacities, key=lambda c: (c.rows, c.stages), reverse=True):
+        for capacity in sorted(capacities, key=lambda c: (c.rows, c.levels), reverse=True):
             self.buckets.insert(0, Bucket(model, state, capacity, example, pool))
             pool = pool or self.buckets[0].graph.pool()
         torch.cuda.synchronize()

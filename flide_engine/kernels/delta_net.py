@@ -1,10 +1,8 @@
-"""Gated delta net in Triton: `delta_net_ref` in one launch for all rows, then three a stage:
-chunks, the chain of their states, outputs.
+"""Gated delta net in Triton: `delta_net_ref` in two launches for rows and chunks, one a level for
+the chains of states, and one for all outputs.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -12,7 +10,7 @@ from torch import Tensor
 from flide_engine.kernels.delta_net_prep import conv_kernel, prep_kernel
 from flide_engine.kernels.delta_net_ref import DeltaNetShape, DeltaNetWeights
 from flide_engine.kernels.delta_net_scan import output_kernel, state_kernel
-from flide_engine.kernels.stream import RESUMED, StreamTensors
+from flide_engine.kernels.stream import CHUNKS, RESUMED, StreamTensors
 
 CHUNK = 64
 
@@ -21,7 +19,7 @@ CHUNK = 64
 class DeltaNetTuning:
     """Shapes of the launches; no choice changes a bit.
 
-    programs: of each launch. overlap: see `run_stages`. conv_rows: rows of a program of the convolution. prep_warps: warps of
+    programs: of each launch. conv_rows: rows of a program of the convolution. prep_warps: warps of
     a program; prep_part: columns of a head that it holds at once. block_v: columns of a state that
     a program of the chain carries; stages: how far its loads run ahead. output_warps: as
     prep_warps.
@@ -29,7 +27,6 @@ class DeltaNetTuning:
 
     programs: int
     prep_warps: int
-    overlap: bool
     conv_rows: int = 16
     prep_part: int = 64
     block_v: int = 64
@@ -40,16 +37,9 @@ class DeltaNetTuning:
 # On an H200 at the 0.8B shape, us of conv / prep / one level of the chain / outputs:
 # 510 tokens 7.1 / 13.4 / 10.7 / 8.9 (with LARGE prep 16.3), 8,180 tokens 90 / 145 / 72 / 107
 # (with SMALL prep 262). More registers than a program needs cost less than the spills of a cap.
-SMALL = DeltaNetTuning(programs=132, prep_warps=8, overlap=False)
-MIDDLE = DeltaNetTuning(programs=264, prep_warps=4, overlap=False)
-LARGE = DeltaNetTuning(programs=264, prep_warps=4, overlap=True)
-SMALL_ROWS, MIDDLE_ROWS = 512, 1536
-
-
-def _tuned(rows: int) -> DeltaNetTuning:
-    if rows <= SMALL_ROWS:
-        return SMALL
-    return MIDDLE if rows <= MIDDLE_ROWS else LARGE
+SMALL = DeltaNetTuning(programs=132, prep_warps=8)
+LARGE = DeltaNetTuning(programs=264, prep_warps=4)
+SMALL_ROWS = 512
 
 
 def delta_net(
@@ -67,7 +57,7 @@ def delta_net(
     """
     tasks = stream.tasks
     assert tasks is not None, "the GPU kernels need the stream's work lists"
-    tuning = tuning or _tuned(len(projected))
+    tuning = tuning or (SMALL if len(projected) <= SMALL_ROWS else LARGE)
     hk, hv, dk, dv = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim
     chunks, new, kind = len(tasks.chunk_rows), projected.new_empty, projected.dtype
     mixed = new(len(projected), shape.conv_channels)
@@ -75,7 +65,6 @@ def delta_net(
     u, decay = new(chunks, hv, dv, CHUNK), new(chunks, hv, dtype=torch.float32)
     total = new(chunks, hv, CHUNK, dtype=torch.float32)
     passed = new(tasks.passed_states, hv, dv, dk)
-    carried = new(tasks.carries, hv, dk, dv, dtype=torch.float32)
     out = new(len(projected), hv * dv)
     heads = {"HV": hv, "DK": dk, "DV": dv, "product": "ieee" if kind == torch.float32 else "tf32"}
     conv_kernel[(-(-len(projected) // tuning.conv_rows), 2 * hk + hv * dv // dk)](
@@ -84,66 +73,23 @@ def delta_net(
         HK=hk, HV=hv, DK=dk, DV=dv, ROWS=tuning.conv_rows, num_warps=4,
     )  # fmt: skip
 
-    def prep(stage: int, stop: int) -> None:
-        prep_kernel[(tuning.programs,)](
-            mixed, projected, projected.stride(0), conv_state, weights.A_log, weights.dt_bias,
-            tasks.chunk_rows, tasks.chunk_slots, tasks.stage_chunks, stage, stop,
-            recurrent_state, tasks.resumed, tasks.counts, k, w, u, total, decay, passed,
-            HK=hk, **heads, BD=min(tuning.prep_part, dk, dv), resumed_at=RESUMED,
-            num_warps=tuning.prep_warps, num_stages=1,
-        )  # fmt: skip
-
-    def chain(stage: int) -> None:
+    prep_kernel[(tuning.programs,)](
+        mixed, projected, projected.stride(0), conv_state, weights.A_log, weights.dt_bias,
+        tasks.chunk_rows, tasks.chunk_slots, recurrent_state, tasks.resumed, tasks.counts,
+        k, w, u, total, decay, passed,
+        HK=hk, **heads, BD=min(tuning.prep_part, dk, dv), count_at=CHUNKS, resumed_at=RESUMED,
+        num_warps=tuning.prep_warps, num_stages=1,
+    )  # fmt: skip
+    for level in range(len(tasks.level_scans) - 1):
         state_kernel[(tuning.programs,)](
-            k, w, u, decay, recurrent_state, carried, passed,
-            tasks.scans, tasks.stage_scans, stage, tasks.chunk_slots,
+            k, w, u, decay, recurrent_state, passed,
+            tasks.scans, tasks.level_scans, level, tasks.chunk_slots,
             **heads, BV=min(tuning.block_v, dv), STAGES=tuning.stages, num_warps=4,
         )  # fmt: skip
-
-    def outputs(stage: int, stop: int) -> None:
-        output_kernel[(tuning.programs,)](
-            mixed, w, u, total, passed,
-            projected[:, shape.conv_channels :], projected.stride(0), weights.norm, out, shape.eps,
-            tasks.chunk_rows, tasks.chunk_skips, tasks.chunk_sources, tasks.stage_chunks, stage, stop,
-            HK=hk, **heads, num_warps=tuning.output_warps, num_stages=1,
-        )  # fmt: skip
-
-    overlap = tuning.overlap and projected.is_cuda
-    run_stages(len(tasks.stage_chunks) - 1, prep, chain, outputs, overlap)
+    output_kernel[(tuning.programs,)](
+        mixed, w, u, total, passed,
+        projected[:, shape.conv_channels :], projected.stride(0), weights.norm, out, shape.eps,
+        tasks.chunk_rows, tasks.chunk_skips, tasks.chunk_sources, tasks.counts,
+        HK=hk, **heads, count_at=CHUNKS, num_warps=tuning.output_warps, num_stages=1,
+    )  # fmt: skip
     return out
-
-
-def run_stages(
-    stages: int,
-    prep: Callable[[int, int], None],
-    chain: Callable[[int], None],
-    outputs: Callable[[int, int], None],
-    overlap: bool,
-) -> None:
-    """Preparation, chain of states and outputs of all stages.
-
-    prep and outputs take a range of stages, chain one. overlap: a chain keeps a few multiprocessors
-    busy for long; meanwhile the others prepare the next stages and put out the ones before.
-    """
-    if stages == 1 or not overlap:
-        prep(0, stages)
-        for stage in range(stages):
-            chain(stage)
-        outputs(0, stages)
-        return
-    main, side = torch.cuda.current_stream(), _side_stream()
-    done = []
-    for stage in range(stages):
-        prep(stage, stage + 1)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            chain(stage)
-            done.append(side.record_event())
-    for stage in range(stages):
-        main.wait_event(done[stage])
-        outputs(stage, stage + 1)
-
-
-@cache
-def _side_stream() -> "torch.cuda.Stream":
-    return torch.cuda.Stream()  # type: ignore[no-untyped-call]

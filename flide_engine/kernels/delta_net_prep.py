@@ -93,10 +93,10 @@ def _inverse(a, i, precision: tl.constexpr):
 @triton.jit
 def prep_kernel(
     mixed, stream, stride, slots, a_log, dt_bias,
-    chunk_rows, chunk_slots, stage_chunks, stage, stop, state, resumed, counts,
+    chunk_rows, chunk_slots, state, resumed, counts,
     k_out, w_out, u_out, total_out, decay_out, passed,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
-    resumed_at: tl.constexpr, product: tl.constexpr,
+    count_at: tl.constexpr, resumed_at: tl.constexpr, product: tl.constexpr,
 ):  # fmt: skip
     """See above. Outputs [C, HV, 64, DK] kd, w; [C, HV, DV, 64] u transposed; float32 [C, HV, 64]
     G in base 2 and [C, HV] decay. Of `passed` the states that the round resumes from, rounded.
@@ -106,8 +106,7 @@ def prep_kernel(
     kind = k_out.dtype.element_ty
     j = tl.arange(0, 64)
     d = tl.arange(0, BD)  # a part of a head at a time: fewer registers, more programs at once
-    begin = tl.load(stage_chunks + stage) * HV + tl.program_id(0)
-    for task in range(begin, tl.load(stage_chunks + stop) * HV, tl.num_programs(0)):
+    for task in range(tl.program_id(0), tl.load(counts + count_at) * HV, tl.num_programs(0)):
         c = task // HV
         hv = task % HV
         at = (c * HV + hv).to(tl.int64)
@@ -150,8 +149,7 @@ def prep_kernel(
             for part in range(0, DV, BD):
                 v_channel = 2 * HK * DK + hv * DV + part + d
                 _store_conv_rows(stream, stride, slots, rows, slot, v_channel, channels)
-    if stage == 0:
-        _round_resumed(state, resumed, tl.load(counts + resumed_at), passed, HV, DK, DV, BD)
+    _round_resumed(state, resumed, tl.load(counts + resumed_at), passed, HV, DK, DV, BD)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ It keeps S in registers, transposed, as the left operand of both products. After
 leaves S, rounded, for the next chunk's output, and in float32 in a slot where a checkpoint is
 marked. A node's last chunk is run only if its state is kept.
 
-The outputs, a program a chunk and value head, those of a stage, or of all, at once:
+The outputs, a program a chunk and value head, all chunks at once:
 
     n = u - w S,  p = lower(q k^T * D),  o = e^G q S + p n,  y = norm(o) * weight * silu(z)
 """
@@ -21,31 +21,29 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def state_kernel(
-    k_in, w_in, u_in, decay_in, state, carried, passed, scans, stage_scans, stage, chunk_slots,
+    k_in, w_in, u_in, decay_in, state, passed, scans, level_scans, level, chunk_slots,
     HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
     STAGES: tl.constexpr, product: tl.constexpr,
 ):  # fmt: skip
-    """States of one stage. passed [P, HV, DV, DK], carried [., HV, DK, DV] float32: written."""
+    """States of one level. passed [P, HV, DV, DK]: written."""
     kind = k_in.dtype.element_ty
     parts: tl.constexpr = DV // BV
-    low = tl.load(stage_scans + stage)
-    tasks = (tl.load(stage_scans + stage + 1) - low) * HV * parts
+    low = tl.load(level_scans + level)
+    tasks = (tl.load(level_scans + level + 1) - low) * HV * parts
     j = tl.arange(0, 64)
     dk = tl.arange(0, DK)
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        scan = scans + (low + task // (HV * parts)) * 6
+        scan = scans + (low + task // (HV * parts)) * 4
         hv = task // parts % HV
         dv = (task % parts) * BV + tl.arange(0, BV)
         first = tl.load(scan)
         count = tl.load(scan + 1)
         slot = tl.load(scan + 2).to(tl.int64)
         out = tl.load(scan + 3)
-        before = tl.load(scan + 4).to(tl.int64)
-        after = tl.load(scan + 5).to(tl.int64)
         inner = dk[None, :] * DV + dv[:, None]
-        base = tl.where(before >= 0, carried + (before * HV + hv) * DK * DV, state)
-        base += tl.where(before >= 0, 0, (slot * HV + hv) * DK * DV)
-        s = tl.load(base + inner, mask=((before >= 0) | (slot >= 0)) & (inner >= 0), other=0.0)
+        s = tl.load(
+            state + (slot * HV + hv) * DK * DV + inner, mask=(slot >= 0) & (inner >= 0), other=0.0
+        )
         decay = tl.load(decay_in + first * HV + hv)
         for i in tl.range(0, count, num_stages=STAGES):
             c = first + i
@@ -64,25 +62,23 @@ def state_kernel(
             if kept >= 0:
                 tl.store(state + (kept * HV + hv) * DK * DV + inner, s)
             decay = coming
-        if after >= 0:
-            tl.store(carried + (after * HV + hv) * DK * DV + inner, s)
 
 
 @triton.jit
 def output_kernel(
     mixed, w_in, u_in, total_in, passed, z, stride, norm, out, eps,
-    chunk_rows, chunk_skips, chunk_sources, stage_chunks, stage, stop,
+    chunk_rows, chunk_skips, chunk_sources, counts,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    product: tl.constexpr,
+    count_at: tl.constexpr, product: tl.constexpr,
 ):  # fmt: skip
-    """Gated and normed outputs of the chunks of some stages. out [T, HV * DV]; z: first gate of row 0."""
+    """Gated and normed outputs of all chunks. out [T, HV * DV]; z: first gate of row 0."""
     channels: tl.constexpr = 2 * HK * DK + HV * DV
     kind = w_in.dtype.element_ty
     j = tl.arange(0, 64)
     dk = tl.arange(0, DK)
     dv = tl.arange(0, DV)
-    begin = tl.load(stage_chunks + stage) * HV + tl.program_id(0)
-    tasks = tl.load(stage_chunks + stop) * HV
+    begin = tl.program_id(0)
+    tasks = tl.load(counts + count_at) * HV
     source = tl.load(chunk_sources + begin // HV, mask=begin < tasks, other=-1).to(tl.int64)
     for task in range(begin, tasks, tl.num_programs(0)):
         c = task // HV

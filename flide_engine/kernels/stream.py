@@ -10,19 +10,18 @@ class StreamTasks:
     """Work lists of the GPU kernels (`layout.tasks`), at the capacity of a bucket; int32.
 
     counts [8]: how many of each exist, by the places below.
-    stage_chunks, stage_scans [S+1]: those of stage s are [s] .. [s+1]; empty stages repeat.
+    level_scans [L+1]: scans of level l are level_scans[l] .. level_scans[l+1]; empty levels repeat.
     row_nodes [T]: node of each row, -1 for padding. row_taps [T, 3]: the three positions before each
     row's, coded as RoundPlan.chain_rows.
-    chunk_*, scans, resumed: see `layout.tasks`. passed_states, carries: room for what the scans
-    pass on, and from stage to stage.
+    chunk_*, scans, resumed: see `layout.tasks`. passed_states: room for what the
+    scans pass on.
     tile_* and read_tile_*: see `write_tiles`, for all rows and for the read rows.
     tile_ends [A, 2]: `ends` of `write_tiles`; read_tile_ends alike.
     tile_pages [A, 2]: first entry and number of the tile's pages in `pages`; read_tile_pages alike.
     """
 
     counts: Tensor
-    stage_chunks: Tensor
-    stage_scans: Tensor
+    level_scans: Tensor
     row_nodes: Tensor
     row_taps: Tensor
     chunk_rows: Tensor
@@ -40,7 +39,6 @@ class StreamTasks:
     read_tile_ends: Tensor
     read_tile_pages: Tensor
     passed_states: int
-    carries: int
 
 
 CHUNKS, TILES, READ_TILES, WRITTEN_PAGES, RESUMED = range(5)

@@ -14,9 +14,6 @@ import numpy as np
 from flide_engine.config import GRAIN
 from flide_engine.layout.plan import NOWHERE, Ints, RoundPlan
 
-MIN_PIECE = 8
-"""Fewest chunks of a piece: shorter ones cost more launches than their overlap saves."""
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -25,141 +22,90 @@ def _compiled(function: F) -> F:
 
 
 @_compiled
-def cut_pieces(cu_seqlens: Ints, starts: Ints, level_ends: Ints, stages: int) -> Ints:
-    """Runs of chunks in the order in which their states follow from each other: [P, 5].
-
-    Each: its stage, node, first chunk counted from the node's grain, number of chunks, and whether
-    the node goes on. A stage needs states of earlier ones only. Nodes of level 0 are cut so that
-    the chain of one stage runs while the next is prepared; one of a later level has a stage of its
-    level.
-    """
-    spare = stages - len(level_ends) + 1
-    found = np.empty((len(starts) + spare * level_ends[0], 5), np.int32)
-    count = 0
-    for part in range(spare):
-        for n in range(level_ends[0]):
-            chunks = (starts[n] % GRAIN + cu_seqlens[n + 1] - cu_seqlens[n] + GRAIN - 1) // GRAIN
-            parts = min(spare, max(1, chunks // MIN_PIECE))
-            low, high = chunks * part // parts, chunks * (part + 1) // parts
-            if part < parts:
-                found[count, 0], found[count, 1] = part, n
-                found[count, 2], found[count, 3] = low, high - low
-                found[count, 4] = 1 if part + 1 < parts else 0
-                count += 1
-    level = 0
-    for n in range(level_ends[0], len(starts)):
-        while n >= level_ends[level]:
-            level += 1
-        chunks = (starts[n] % GRAIN + cu_seqlens[n + 1] - cu_seqlens[n] + GRAIN - 1) // GRAIN
-        found[count, 0], found[count, 1] = spare - 1 + level, n
-        found[count, 2], found[count, 3], found[count, 4] = 0, chunks, 0
-        count += 1
-    return found[:count]
+def count_chunks(cu_seqlens: Ints, starts: Ints) -> int:
+    """Chunks of 64 chain positions of all nodes."""
+    total = 0
+    for n in range(len(starts)):
+        total += (starts[n] % GRAIN + cu_seqlens[n + 1] - cu_seqlens[n] + GRAIN - 1) // GRAIN
+    return total
 
 
 @_compiled
 def write_chunks(
-    pieces: Ints, cu_seqlens: Ints, starts: Ints, chain_rows: Ints,
-    rows: Ints, skips: Ints, stage_chunks: Ints,
-) -> None:  # fmt: skip
-    """Chunks of 64 chain positions, piece by piece.
+    cu_seqlens: Ints, starts: Ints, chain_rows: Ints, rows: Ints, skips: Ints, firsts: Ints
+) -> None:
+    """Chunks of 64 chain positions, node by node.
 
     rows [C, 64]: stream rows of the chunk's positions; those past the node's end hold -1.
     skips [C]: how many of them belong to ancestors, their outputs are not this node's.
-    stage_chunks [S + 1]: chunks of stage s are stage_chunks[s] .. stage_chunks[s + 1].
+    firsts [N + 1]: first chunk of each node, then their number.
     """
-    c, stage = 0, 0
-    stage_chunks[0] = 0
-    for k in range(len(pieces)):
-        n = pieces[k, 1]
-        while stage < pieces[k, 0]:
-            stage += 1
-            stage_chunks[stage] = c
+    c = 0
+    for n in range(len(starts)):
+        firsts[n] = c
         tail = starts[n] % GRAIN
         low, own = cu_seqlens[n], cu_seqlens[n + 1] - cu_seqlens[n]
-        for i in range(pieces[k, 2], pieces[k, 2] + pieces[k, 3]):
-            skips[c] = tail if i == 0 else 0
+        for at in range(0, tail + own, GRAIN):
+            skips[c] = tail if at == 0 else 0
             for j in range(GRAIN):
-                place = GRAIN * i + j - tail
+                place = at + j - tail
                 if place < 0:
                     rows[c, j] = chain_rows[n, j + 3]
                 else:
                     rows[c, j] = low + place if place < own else NOWHERE
             c += 1
-    for at in range(stage + 1, len(stage_chunks)):
-        stage_chunks[at] = c
+    firsts[len(starts)] = c
 
 
 @_compiled
 def write_scans(
-    pieces: Ints, starts: Ints, initial_slots: Ints, stores: Ints,
-    slots: Ints, sources: Ints, scans: Ints, stage_scans: Ints, resumed: Ints,
+    starts: Ints, initial_slots: Ints, level_ends: Ints, stores: Ints, firsts: Ints,
+    slots: Ints, sources: Ints, scans: Ints, level_scans: Ints, resumed: Ints,
 ) -> int:  # fmt: skip
     """The chains of states; returns how many slots of before this round are resumed from.
 
     stores [M, 3]: node, position and slot of each store. slots [C]: slot the state after a chunk is
     stored in, or -1. sources [C]: number of the state before the chunk among those passed on, or
     -1: zeros.
-    scans [K, 6]: a run of chunks whose states are needed: its first chunk, how many, the slot it
-    starts from or -1, the number under which it passes on the state after its first chunk (further
-    ones follow), and the carries it starts from instead and ends in, or -1. A node's last chunk is
-    part of it only if its state is stored.
-    stage_scans [S + 1]: scans of stage s are stage_scans[s] .. stage_scans[s + 1].
+    scans [K, 4]: a run of chunks whose states are needed: its first chunk, how many, the slot it
+    starts from or -1, and the number under which it passes on the state after its first chunk;
+    further ones follow. A node's last chunk is part of it only if its state is stored.
+    level_scans [L + 1]: scans of level l are level_scans[l] .. level_scans[l + 1].
     resumed [Q, 2]: slots of before this round that chunks begin with, and their numbers.
     """
-    first_of = np.empty(len(pieces), np.int32)  # chunk
-    carry_of = np.full(len(starts), -1, np.int32)
-    c, carries = 0, 0
-    for k in range(len(pieces)):
-        first_of[k] = c
-        slots[c : c + pieces[k, 3]] = -1
-        for m in range(len(stores)):
-            if stores[m, 0] == pieces[k, 1]:
-                i = (stores[m, 1] - starts[pieces[k, 1]] // GRAIN * GRAIN) // GRAIN - 1
-                if pieces[k, 2] <= i < pieces[k, 2] + pieces[k, 3]:
-                    slots[c + i - pieces[k, 2]] = stores[m, 2]
-        c += pieces[k, 3]
-    passed, count, stage = 0, 0, 0
-    last_of = np.full(len(starts), -1, np.int32)  # number of the state after the node's last piece
+    slots[: firsts[-1]] = -1
+    for m in range(len(stores)):
+        n = stores[m, 0]
+        slots[firsts[n] + (stores[m, 1] - starts[n] // GRAIN * GRAIN) // GRAIN - 1] = stores[m, 2]
+    passed, count, level = 0, 0, 0
     number_of = {-1: -1}
-    stage_scans[0] = 0
-    for k in range(len(pieces)):
-        n, first, run = pieces[k, 1], first_of[k], pieces[k, 3]
-        while stage < pieces[k, 0]:
-            stage += 1
-            stage_scans[stage] = count
-        goes_on = pieces[k, 4] == 1
-        if not goes_on and slots[first + run - 1] < 0:
-            run -= 1
-        if goes_on and carry_of[n] < 0:
-            carry_of[n] = carries
-            carries += 1
+    level_scans[0] = 0
+    for n in range(len(starts)):
+        while n >= level_ends[level]:
+            level += 1
+            level_scans[level] = count
+        first, chunks = firsts[n], firsts[n + 1] - firsts[n]
+        run = chunks if slots[first + chunks - 1] >= 0 else chunks - 1
         if run > 0:
             scans[count, 0], scans[count, 1] = first, run
             scans[count, 2], scans[count, 3] = initial_slots[n], passed
-            scans[count, 4] = carry_of[n] if pieces[k, 2] > 0 else -1
-            scans[count, 5] = carry_of[n] if goes_on else -1
             count += 1
-        if pieces[k, 2] > 0:
-            sources[first] = last_of[n]
-        for i in range(1, pieces[k, 3]):
+        for i in range(1, chunks):
             sources[first + i] = passed + i - 1
         for i in range(run):
             if slots[first + i] >= 0:
                 number_of[slots[first + i]] = passed + i
         passed += run
-        last_of[n] = passed - 1
-    for at in range(stage + 1, len(stage_scans)):
-        stage_scans[at] = count
+    for at in range(level + 1, len(level_scans)):
+        level_scans[at] = count
     before = 0
-    for k in range(len(pieces)):
-        if pieces[k, 2] == 0:
-            slot = initial_slots[pieces[k, 1]]
-            if slot not in number_of:
-                number_of[slot] = passed + before
-                resumed[before, 0], resumed[before, 1] = slot, passed + before
-                before += 1
-            sources[first_of[k]] = number_of[slot]
+    for n in range(len(starts)):
+        slot = initial_slots[n]
+        if slot not in number_of:
+            number_of[slot] = passed + before
+            resumed[before, 0], resumed[before, 1] = slot, passed + before
+            before += 1
+        sources[firsts[n]] = number_of[slot]
     return before
 
 

@@ -16,7 +16,7 @@ from flide_engine.device_plan import Capacity, Tables
 from flide_engine.executor import to_device
 from flide_engine.kernels.attention import attention
 from flide_engine.kernels.attention_ref import AttentionShape, attention_ref
-from flide_engine.kernels.delta_net import LARGE, MIDDLE, SMALL, DeltaNetTuning, delta_net
+from flide_engine.kernels.delta_net import LARGE, SMALL, DeltaNetTuning, delta_net
 from flide_engine.kernels.delta_net_ref import DeltaNetShape, DeltaNetWeights, delta_net_ref
 from flide_engine.kernels.pointwise import add_rms_norm, swiglu
 from flide_engine.kernels.pointwise_ref import add_rms_norm_ref, swiglu_ref
@@ -57,7 +57,7 @@ def trees(kind: str) -> list[Job]:
         return [Job(build_forest(prompts(0, [70])))]
     if kind == "forked":
         return [Job(build_forest(prompts(130, [1, 5, 64, 66])))]
-    if kind == "long":  # long enough for a chain cut over several stages
+    if kind == "long":
         return [Job(build_forest(prompts(1030, [3, 70])))]
     if kind == "company":
         return [
@@ -82,7 +82,7 @@ def both_streams(kind: str) -> tuple[RoundPlan, Tables]:
     slots = np.arange(5, 5 + layout.num_slots, dtype=np.int32)
     plan, _ = layout.bind(pages, slots)
     rows = plan.num_rows + 11
-    tables = Tables(Capacity.of(rows, 8, 64, 3, stages=4 if kind == "long" else 2), DEVICE)
+    tables = Tables(Capacity.of(rows, 8, 64, 3, levels=4 if kind == "long" else 2), DEVICE)
     assert tables.fill(plan, Asked.every_vector(len(plan.read_rows)))
     tables.upload()
     return plan, tables
@@ -130,7 +130,7 @@ def test_delta_net(kind: str, hk: int, hv: int, dtype: torch.dtype) -> None:
         states[1],
         convs[1],
         tables.stream,
-        DeltaNetTuning(7, 4, kind == "long"),
+        DeltaNetTuning(7, 4),
     )
     assert relative_error(got[:rows], want) < RELATIVE_ERROR[dtype]
     assert relative_error(states[1], states[0]) < RELATIVE_ERROR[dtype]
@@ -150,7 +150,7 @@ def test_no_tuning_changes_a_bit(kind: str) -> None:
     )  # fmt: skip
     projected = random(tables.capacity.rows, c + 2 * width + 4, dtype=dtype)
     found = []
-    for tuning in (SMALL, MIDDLE, LARGE):
+    for tuning in (SMALL, LARGE):
         state = torch.zeros(SLOTS, 2, width, width, device=DEVICE)
         conv = torch.zeros(SLOTS, 3, c, device=DEVICE, dtype=dtype)
         out = delta_net(projected, weights, shape, state, conv, tables.stream, tuning)
@@ -244,7 +244,5 @@ def test_repeated_tokens_do_not_blow_up() -> None:
     want = delta_net_ref(
         projected[: plan.num_rows], weights, shape, *pools[0], to_device(plan, DEVICE)
     )
-    got = delta_net(
-        projected, weights, shape, *pools[1], tables.stream, DeltaNetTuning(3, 4, False)
-    )
+    got = delta_net(projected, weights, shape, *pools[1], tables.stream, DeltaNetTuning(3, 4))
     assert relative_error(got[: plan.num_rows], want) < 1e-3

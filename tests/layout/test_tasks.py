@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from flide_engine.layout.stream import Job
 from flide_engine.device_plan import Capacity, Tables
 from flide_engine.layout.plan import RoundPlan
-from flide_engine.layout.tree import Forest, build_forest
+from flide_engine.layout.tree import Forest
 from flide_engine.readout import Asked
 from tests.layout.test_stream import forests, keys_of, plan_of
 
 
-def lists_of(plan: RoundPlan, tile: int = 4, stages: int = 0) -> SimpleNamespace:
+def lists_of(plan: RoundPlan, tile: int = 4) -> SimpleNamespace:
     """A plan's work lists, cut to what is there."""
-    tables = Tables(Capacity.exactly(plan, tile, 3, stages), torch.device("cpu"))
+    tables = Tables(Capacity.exactly(plan, tile, 3), torch.device("cpu"))
     for array in tables.host.values():
         array.fill(-77)
     assert tables.fill(plan, Asked.every_vector(len(plan.read_rows)))
@@ -48,11 +48,11 @@ def chain_of(plan: RoundPlan, node: int) -> list[int]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(forests(), min_size=1, max_size=3), st.integers(0, 3))
-def test_chunks_spell_each_node_from_its_grain(trees: list[Forest], more: int) -> None:
+@given(st.lists(forests(), min_size=1, max_size=3))
+def test_chunks_spell_each_node_from_its_grain(trees: list[Forest]) -> None:
     """Every chunk once: tail and own rows in order, stores at the chunk they end."""
     plan = plan_of([Job(t) for t in trees], "token")
-    tasks = lists_of(plan, stages=len(plan.level_ends) + more)
+    tasks = lists_of(plan)
     stores = {
         (int(n), int(p)): int(s)
         for n, p, s in zip(plan.store_nodes, plan.store_positions, plan.store_slots, strict=True)
@@ -77,57 +77,35 @@ def state_before(plan: RoundPlan, node: int, at: int) -> list[int]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(forests(), min_size=1, max_size=3), st.integers(0, 3))
+@given(st.lists(forests(), min_size=1, max_size=3))
 def test_every_chunk_is_handed_the_state_after_the_chunk_before(
-    trees: list[Forest], more: int
+    trees: list[Forest],
 ) -> None:
-    """Run as the kernels do, stage by stage: outputs of a stage need scans up to that stage only,
-    and what a chunk is handed spells its chain.
-    """
+    """Run as the kernels do, level by level: what a chunk is handed spells its chain."""
     plan = plan_of([Job(t) for t in trees], "token")
-    follow(plan, lists_of(plan, stages=len(plan.level_ends) + more))
-
-
-def test_long_chains_are_cut_into_the_stages_that_a_tree_leaves() -> None:
-    """A chain of 33 chunks beside a short one, over three of four stages, then their branches."""
-    rng = np.random.default_rng(0)
-    trunks = [rng.integers(0, 50, n) for n in (33 * 64 + 5, 70)]
-    jobs = [
-        Job(build_forest([np.r_[trunk, [100 + i, 7]].astype(np.int32) for i in range(2)]))
-        for trunk in trunks
-    ]
-    plan = plan_of(jobs, "token")
-    tasks = lists_of(plan, stages=4)
-    follow(plan, tasks)
-    assert tasks.scans[: tasks.stage_scans[-1], 1].tolist() == [11, 1, 11, 11]
-    assert np.diff(tasks.stage_chunks).tolist() == [13, 11, 12, 4]
+    follow(plan, lists_of(plan))
 
 
 def follow(plan: RoundPlan, tasks: SimpleNamespace) -> None:
-    """Asserts that each stage's chunks are handed the right states, running as the kernels do."""
+    """Asserts that chunks are handed the right states, running as the kernels do."""
     slots: dict[int, list[int]] = {-1: []}
     handed: dict[int, list[int]] = {-1: []}
-    carries: dict[int, list[int]] = {}
     for slot, number in tasks.resumed.tolist():
         slots[slot] = handed[number] = [-2 - slot]  # from before the round
-    for stage in range(len(tasks.stage_scans) - 1):
-        low, high = tasks.stage_scans[stage : stage + 2].tolist()
+    for level in range(len(tasks.level_scans) - 1):
+        low, high = tasks.level_scans[level : level + 2].tolist()
         found: dict[int, list[int]] = {}
-        ends: dict[int, list[int]] = {}
-        for first, count, slot, number, before, after in tasks.scans[low:high].tolist():
-            state = slots[slot] if before < 0 else carries[before]
+        for first, count, slot, number in tasks.scans[low:high].tolist():
+            state = slots[slot]
             for i in range(count):
                 rows = [r for r in tasks.chunk_rows[first + i].tolist() if r >= 0]
                 state = handed[number + i] = state + rows
                 if tasks.chunk_slots[first + i] >= 0:
                     found[int(tasks.chunk_slots[first + i])] = state
-            if after >= 0:
-                ends[after] = state
         slots |= found
-        carries |= ends
-        for c in range(*tasks.stage_chunks[stage : stage + 2].tolist()):
-            node, at = place_of(plan, tasks, c)
-            assert handed[int(tasks.chunk_sources[c])] == state_before(plan, node, at)
+    for c, source in enumerate(tasks.chunk_sources.tolist()):
+        node, at = place_of(plan, tasks, c)
+        assert handed[source] == state_before(plan, node, at)
 
 
 def keys_before(plan: object, node: int) -> list[int]:
