@@ -70,9 +70,10 @@ class Ours:
             self.model, self.pool.tensors, ladder(ROUND, 132 // self.config.num_key_value_heads)
         )
         self.runner = Runner(self.graphs, self.pool, "token")
-        checkpoints = Checkpoints(self.pool, MarkPolicy(), False, time.monotonic)
+        self._checkpoints = Checkpoints(self.pool, MarkPolicy(), False, time.monotonic)
+        self._scheduler: Scheduler[RequestWork] = Scheduler(ROUND, 10**9)
         self._loop = RoundLoop(
-            self.runner, Scheduler(ROUND, 10**9), checkpoints, ROUND, time.monotonic, _finish
+            self.runner, self._scheduler, self._checkpoints, ROUND, time.monotonic, _finish
         )
 
     def plan(self, work: str) -> tuple[RoundPlan, Asked]:
@@ -84,10 +85,18 @@ class Ours:
         return plan, Asked.of(asked.reads)
 
     def one(self, work: str, times: int) -> dict[str, Any]:
-        """Milliseconds of single requests through the loop, rendered text to values."""
+        """Milliseconds of single requests on the engine's thread, token ids to values."""
         requests = [rendered(work, seed) for seed in range(times + 2)]
-        spans = [wall_ms(lambda r=r: self._submit(r).result()) for r in requests]
+        spans = [self._loop.call(lambda r=r: wall_ms(lambda: self._alone(r))) for r in requests]
         return {"ms": spans[2:]}
+
+    def _alone(self, request: Rendered) -> None:
+        """A request from plan to values, round after round, as the loop would run it."""
+        item = RequestWork(request, Future(), None, None, "", "", [])
+        self._checkpoints.plan(item, ROUND)
+        while not item.is_done:
+            self._loop._collect(self._loop._begin([item]))
+            self._scheduler.drain()  # a request of several rounds goes back to the queue
 
     def replay(self, work: str, times: int) -> dict[str, Any]:
         """Milliseconds of the graph alone; null where the work takes several rounds."""

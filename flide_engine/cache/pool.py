@@ -56,7 +56,9 @@ class Counted:
         """
         if count > len(self._free):
             raise PoolExhausted(self.kind, count, len(self._free), len(self.counts))
-        taken = np.array([self._free.pop() for _ in range(count)], np.int32)
+        rest = len(self._free) - count
+        taken = np.array(self._free[rest:][::-1], np.int32)
+        del self._free[rest:]
         self.counts[taken] = 1
         return taken
 
@@ -67,6 +69,8 @@ class Counted:
 
     def release(self, numbers: Ints) -> None:
         """One holder less for each number; those without a holder are free again."""
+        if not len(numbers):
+            return
         np.subtract.at(self.counts, numbers, 1)
         assert (self.counts[numbers] >= 0).all(), f"released free {self.kind}"
         self._free += [int(n) for n in np.unique(numbers) if self.counts[n] == 0]

@@ -65,7 +65,9 @@ class Layout:
 
         p = self.plan
         has_slot = p.initial_slots != _NO_SLOT
-        initial = np.full_like(p.initial_slots, -1)
+        initial = np.where(has_slot, p.initial_slots, -1).astype(np.int32)
+        if not self.num_pages and not self.num_slots:
+            return replace(p, initial_slots=initial), tuple(() for _ in self.marks)
         initial[has_slot] = put(p.initial_slots[has_slot], slots)
         plan = replace(
             p,
@@ -296,6 +298,8 @@ def _node_lookups(chains: _Chains) -> dict[str, Ints]:
 
 def _writes_and_stores(chains: _Chains) -> dict[str, Ints]:
     """The pages and states that the lookups asked for."""
+    if not chains.page_ids and not chains.slot_ids:
+        return _NO_WRITES
     written = np.array(list(chains.page_ids), np.int64).reshape(-1, 2)  # node, grain
     starts = np.array([n.start for n in chains.nodes], np.int64)[written[:, 0]]
     inside = chains.rows[written[:, 0]] + GRAIN * written[:, 1] - starts
@@ -318,6 +322,16 @@ def _writes_and_stores(chains: _Chains) -> dict[str, Ints]:
         "store_slots": -1 - np.arange(len(store_rows), dtype=np.int32),
         "store_rows": np.array(store_rows, np.int32).reshape(-1, 3),
     }
+
+
+_NO_WRITES = {
+    "write_pages": np.zeros(0, np.int32),
+    "write_rows": np.zeros((0, GRAIN), np.int32),
+    "store_nodes": np.zeros(0, np.int32),
+    "store_positions": np.zeros(0, np.int32),
+    "store_slots": np.zeros(0, np.int32),
+    "store_rows": np.zeros((0, 3), np.int32),
+}
 
 
 def _rows(nodes: list[Node], cu_seqlens: Ints, bucket: int | None) -> dict[str, Ints]:

@@ -190,4 +190,7 @@ def write_rows(
 
 def stores_of(plan: RoundPlan) -> Ints:
     """[M, 3]: node, position and slot of each store of a plan."""
-    return np.stack([plan.store_nodes, plan.store_positions, plan.store_slots], 1)
+    stores = np.empty((len(plan.store_nodes), 3), np.int32)
+    stores[:, 0], stores[:, 1] = plan.store_nodes, plan.store_positions
+    stores[:, 2] = plan.store_slots
+    return stores
