@@ -3,11 +3,14 @@ PYTHON ?= python3
 PORT ?= 8000
 ARGS ?=
 DATA ?= ../shared/workloads
+RATE ?= 0.5,1
+OUT ?= build/loadtest
 BIN := .venv/bin
 SERVE := .venv/.serve-ready
 DEV := .venv/.dev-ready
+LOAD := .venv/.loadtest-ready
 
-.PHONY: serve test test-slow check format eval clean
+.PHONY: serve test test-slow check format eval loadtest clean
 
 serve: $(SERVE)  ## serve the embedded model (or ARGS="model=... num_replicas=2") at PORT
 	@$(BIN)/python -m deployments.local port=$(PORT) $(ARGS)
@@ -31,6 +34,9 @@ format: $(DEV)
 eval: $(SERVE)  ## accuracy of the embedded model on DATA; FULL=1 for everything
 	$(BIN)/python -m benchmarks.tiny_model --data $(DATA) $(if $(FULL),--full)
 
+loadtest: $(LOAD)  ## two minutes of mixed load at RATE requests/s on the embedded model; report in OUT
+	$(BIN)/python -m loadtest --workload mixed --seconds 120 --rate $(RATE) --data $(DATA) --out $(OUT)
+
 clean:
 	rm -rf .venv
 
@@ -48,4 +54,9 @@ $(SERVE): pyproject.toml | .venv/bin/python
 $(DEV): pyproject.toml | .venv/bin/python
 	@echo "Installing into .venv: what serving needs (about 1.5 GB) and the test tools."
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@ $(SERVE) $(LOAD)
+
+$(LOAD): pyproject.toml | .venv/bin/python
+	@echo "Installing into .venv: what serving needs (about 1.5 GB) and locust."
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[loadtest]'
 	@touch $@ $(SERVE)

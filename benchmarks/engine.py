@@ -19,7 +19,7 @@ from benchmarks.results_file import Row, stamp, write
 from benchmarks.shapes import SHAPES, WORKLOADS, tokens_of
 
 CLOSED = ("race1", "race_all", "quality_all")
-SAME = ("engine", "shape", "mode", "work", "clients")
+SAME = ("engine", "shape", "mode", "work", "loop", "clients")
 
 
 class Worker:
@@ -78,7 +78,7 @@ def measure(workers: list[Worker], shape: str, passes: int, times: int) -> list[
                     replays[worker.name].append(replay["ms"])
         for worker in workers:
             row: Row = {"engine": worker.name, "shape": shape, "mode": "default", "work": work}
-            row |= {"clients": 1, "tokens": tokens_of(work)}
+            row |= {"loop": "single", "clients": 1, "tokens": tokens_of(work)}
             if replays[worker.name]:
                 row["replay_ms"] = round(statistics.median(replays[worker.name]), 3)
             if ordered := sorted(spans[worker.name]):
@@ -103,7 +103,7 @@ def measure_loops(
                     continue
                 found = worker.do("closed", work=work, clients=count, seconds=seconds)
                 row: Row = {"engine": worker.name, "shape": shape, "mode": "default", "work": work}
-                row |= {"clients": count, **found}
+                row |= {"loop": "closed", "clients": count, **found}
                 if "rps" in found:
                     row["tok_per_s"] = round(found["rps"] * tokens_of(work))
                     rows.append(row)

@@ -36,22 +36,39 @@ def tiny_model(rows: Rows) -> list[str]:
 
 
 def engine(rows: Rows) -> list[str]:
-    """Engine time on a GPU by shape and workload, and of the embedded model on a CPU."""
+    """One request at a time on a GPU: milliseconds of each engine and of the floor."""
     lines = [
-        "| shape | mode | workload | device ms | p50 ms | card |",
-        "|---|---|---|---:|---:|---|",
+        "| shape | workload | products alone | flide 0.1.4, GPU | ours, GPU | ours, p50 |",
+        "|---|---|---:|---:|---:|---:|",
     ]
-    for row in rows:
-        device = _number(row.get("replay_ms"), 2)
-        cells = (
-            row["shape"],
-            row["mode"],
-            row["work"],
-            device,
-            f"{row['p50_ms']:.2f}",
-            row["card"],
-        )
-        lines.append(f"| {' | '.join(cells)} |")
+    alone = [r for r in rows if r.get("loop") == "single" and r["mode"] == "default"]
+    for shape, work in dict.fromkeys((r["shape"], r["work"]) for r in alone):
+        of = {r["engine"]: r for r in alone if (r["shape"], r["work"]) == (shape, work)}
+        cells = [_number(of.get(e, {}).get("replay_ms"), 2) for e in ("floor", "flide", "ours")]
+        cells.append(_number(of.get("ours", {}).get("p50_ms"), 2))
+        lines.append(f"| {shape} | {work} | {' | '.join(cells)} |")
+    return lines
+
+
+def engine_loops(rows: Rows) -> list[str]:
+    """Closed loops on a GPU."""
+    lines = [
+        "| shape | workload | clients | engine | requests/s | p50 ms | p99 ms |",
+        "|---|---|---:|---|---:|---:|---:|",
+    ]
+    for row in (r for r in rows if r.get("loop") == "closed"):
+        numbers = [_number(row[key], 1) for key in ("rps", "p50_ms", "p99_ms")]
+        head = (row["shape"], row["work"], str(row["clients"]), row["engine"])
+        lines.append(f"| {' | '.join([*head, *numbers])} |")
+    return lines
+
+
+def engine_cpu(rows: Rows) -> list[str]:
+    """Whole requests of the embedded model on the reference kernels of a CPU."""
+    lines = ["| mode | request | p50 ms | CPU |", "|---|---|---:|---|"]
+    for row in (r for r in rows if r["shape"] == "embedded"):
+        mode = row["mode"].removeprefix("reference, ")
+        lines.append(f"| {mode} | {row['work']} | {row['p50_ms']:.1f} | {row['card']} |")
     return lines
 
 
@@ -68,8 +85,13 @@ def checkpoints(rows: Rows) -> list[str]:
 TABLES: dict[str, Callable[[Rows], list[str]]] = {
     "tiny_model": tiny_model,
     "engine": engine,
+    "engine_loops": engine_loops,
+    "engine_cpu": engine_cpu,
     "checkpoints": checkpoints,
 }
+
+
+FILE_OF = {"engine_loops": "engine", "engine_cpu": "engine"}
 
 
 def redrawn(text: str) -> str:
@@ -77,7 +99,7 @@ def redrawn(text: str) -> str:
 
     def draw(found: re.Match[str]) -> str:
         name = found[1]
-        rows = json.loads((RESULTS / f"{name}.json").read_text())
+        rows = json.loads((RESULTS / f"{FILE_OF.get(name, name)}.json").read_text())
         return "\n".join([f"<!-- results: {name} -->", *TABLES[name](rows), "<!-- end -->"])
 
     return re.sub(r"<!-- results: (\w+) -->.*?<!-- end -->", draw, text, flags=re.DOTALL)

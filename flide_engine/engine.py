@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import ValidationError
 
@@ -37,6 +38,7 @@ from flide_engine.families.base import ModelCard, Rendered
 from flide_engine.families.registry import load_family
 from flide_engine.kernels import REFERENCE, Kernels
 from flide_engine.layout.state_shape import StateShape
+from flide_engine.layout.tree import build_forest
 from flide_engine.loop import RoundLoop, fail
 from flide_engine.models.base import DecisionModel
 from flide_engine.models.registry import load_model
@@ -97,6 +99,7 @@ class Engine:
         )
         self._check(model.vocab_size, vocab, model.max_positions)
         pool = Pool(model.state_shape, *self._pool_size(model.state_shape, dtype), dtype, device)
+        build_forest([np.arange(2, dtype=np.int32)] * 2)  # compiles now what a round would wait for
         executor = self._executor(model, pool, kernels, device)
         self._lock = threading.Lock()
         self._closed = False

@@ -18,7 +18,7 @@ from flide_engine.device_plan import Capacity, Tables
 from flide_engine.errors import RoundTooLarge
 from flide_engine.layout.plan import RoundPlan
 from flide_engine.layout.stream import Job, lay_out
-from flide_engine.layout.tree import build_forest
+from flide_engine.layout.tree import MAX_DEPTH, build_forest
 from flide_engine.models.base import DecisionModel, StateTensors
 from flide_engine.readout import Asked, Floats
 
@@ -89,7 +89,7 @@ LADDER = (
 )  # fmt: skip
 """Rows of the buckets: products take whole tiles of 128 rows, so rungs between them gain little."""
 
-LEVELS, MANY_LEVELS, LONG_ROWS = (1, 2), 4, 2560
+LEVELS, MANY_LEVELS, LONG_ROWS = (1, 2), MAX_DEPTH, 2560
 """Dependency levels that a bucket is captured with. Up to LONG_ROWS rows: a request alone, or a
 state and its questions; an empty level would cost too much. Above, all that a tree may have."""
 

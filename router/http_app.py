@@ -1,6 +1,7 @@
 """The HTTP surface as a raw ASGI app; what it calls is handed in, so it needs neither Ray nor an
 engine.
 
+GET  /               the playground: a page to ask by hand
 POST /v1/systemone   a decision request, answered
 GET  /v1/models      what is served
 GET  /health         200 once a decision can be answered, else 503
@@ -21,6 +22,7 @@ from flide_engine.errors import FlideError, UnsupportedEncoding
 from router.auth import check_key
 from router.body import ClientLeft, Receive, decode_body, parse_body, read_body
 from router.http_errors import STATUS, error_body, error_headers
+from router.playground import Html, page
 
 log = logging.getLogger("ray.serve")
 
@@ -53,9 +55,11 @@ class HttpApp:
 
     def __init__(self, decider: Decider, key_hashes: tuple[str, ...], max_body_bytes: int) -> None:
         self._decider, self._keys, self._limit = decider, key_hashes, max_body_bytes
+        self._page, self._page_headers = page()
         self._routes: dict[
             str, tuple[str, Callable[[Scope, Receive], Awaitable[tuple[int, Any]]]]
         ] = {
+            "/": ("GET", self._playground),
             "/v1/systemone": ("POST", self._decide),
             "/v1/models": ("GET", self._models),
             "/health": ("GET", self._health),
@@ -86,8 +90,10 @@ class HttpApp:
             log.exception("request %s failed", request_id.decode())
             status, extra = 500, []
             body = _detail("internal_error", "an internal error; see the log")
-        content = orjson.dumps(body)
-        start = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
+        html = isinstance(body, Html)
+        content = body if html else orjson.dumps(body)
+        kind = b"text/html; charset=utf-8" if html else b"application/json"
+        start = [(b"content-type", kind), (b"content-length", b"%d" % len(content))]
         await send(
             {
                 "type": "http.response.start",
@@ -98,14 +104,14 @@ class HttpApp:
         await send({"type": "http.response.body", "body": content})
 
     async def _route(self, scope: Scope, receive: Receive) -> tuple[int, Any, Headers]:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
         if path not in self._routes:
             return 404, _detail("not_found", f"no such path: {path[:200]}"), []
         method, handler = self._routes[path]
         if scope["method"] != method:
             allow = [(b"allow", method.encode())]
             return 405, _detail("method_not_allowed", f"{path} takes {method}"), allow
-        return *await handler(scope, receive), []
+        return *await handler(scope, receive), self._page_headers if path == "/" else []
 
     async def _decide(self, scope: Scope, receive: Receive) -> tuple[int, Any]:
         headers = dict(scope["headers"])
@@ -124,6 +130,9 @@ class HttpApp:
         body = decode_body(body, b",".join(encodings).decode("latin-1"), self._limit)
         answers = await self._decider.decide(parse_body(body), tenant)
         return 200, answers.model_dump()
+
+    async def _playground(self, scope: Scope, receive: Receive) -> tuple[int, Any]:
+        return 200, self._page
 
     async def _models(self, scope: Scope, receive: Receive) -> tuple[int, Any]:
         headers = dict(scope["headers"])

@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,7 @@ class Ours:
     def one(self, work: str, times: int) -> dict[str, Any]:
         """Milliseconds of single requests on the engine's thread, token ids to values."""
         requests = [rendered(work, seed) for seed in range(times + 2)]
-        spans = [self._loop.call(lambda r=r: wall_ms(lambda: self._alone(r))) for r in requests]
+        spans = [self._loop.call(partial(wall_ms, partial(self._alone, r))) for r in requests]
         return {"ms": spans[2:]}
 
     def _alone(self, request: Rendered) -> None:

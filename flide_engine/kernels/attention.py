@@ -146,6 +146,26 @@ def _steps(half, first, past, tail, steps, full):
 
 
 @triton.jit
+def _in_window(seen, time, position, WINDOW: tl.constexpr):
+    """Of what is seen, what is not too far back; without a window all of it."""
+    if WINDOW > 0:
+        seen = seen & (time[:, None] - position[None, :] < WINDOW)
+    return seen
+
+
+@triton.jit
+def _open_keys(
+    keys, values, pages, k, v, first, t, kv, inner, NKV: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """64 keys and values of an open step: a page, or rows of the node's own, all side by side."""
+    page = tl.load(pages + t, mask=t < 0, other=0).to(tl.int64) * (64 * NKV * D) + kv * D
+    own = (first + 64 * t).to(tl.int64) * (NKV * D) + kv * D
+    b_k = tl.load(tl.where(t < 0, keys + page, k + own) + inner)
+    b_v = tl.load(tl.where(t < 0, values + page, v + own) + inner)
+    return b_k, b_v
+
+
+@triton.jit
 def _held_keys(
     k, v, tail_rows, low, high, index, kv, d, NKV: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
@@ -158,6 +178,27 @@ def _held_keys(
     place = tl.where(real, row, 0).to(tl.int64) * (NKV * D) + kv * D
     at = place[:, None] + d[None, :]
     return tl.load(k + at), tl.load(v + at), real
+
+
+@triton.jit
+def _store_gated(
+    acc, total, tile_queries, m, d, kv, q_gate, gate_stride, out,
+    NH: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """The tile's outputs: sums over their totals, times sigmoid(gate)."""
+    # read again, by another policy lest it be merged: kept, it would spill in the loop
+    query = tl.load(tile_queries + m // GROUP_BLOCK, eviction_policy="evict_last")
+    there = (query >= 0) & (m % GROUP_BLOCK < GROUP)
+    query = tl.where(there, query, 0).to(tl.int64)
+    head = kv * GROUP + m % GROUP_BLOCK
+    gate = tl.load(
+        q_gate + (query * gate_stride + head * 2 * D + D)[:, None] + d[None, :],
+        mask=there[:, None], other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    value = (acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]).to(out.dtype.element_ty)
+    root = tl.rsqrt(1.0 + tl.exp2(gate * -LOG2_E))  # squared, the sigmoid without a division
+    value = (value.to(tl.float32) * (root * root)).to(out.dtype.element_ty)
+    tl.store(out + (query * NH + head)[:, None] * D + d[None, :], value, mask=there[:, None])
 
 
 @triton.jit
@@ -205,51 +246,27 @@ def _attention_kernel(
                 half, first * 2, past, tail, (high - low + tail + 63) // 64, full
             )
             for t in tl.range(open_from, open_to, num_stages=STAGES):
-                page = tl.load(pages + first_page + past + t, mask=t < 0, other=0).to(tl.int64)
-                page = page * (64 * NKV * D) + kv * D
-                mine = (low - tail + 64 * t).to(tl.int64) * (NKV * D) + kv * D
-                b_k = tl.load(tl.where(t < 0, keys + page, k + mine) + inner)
-                b_v = tl.load(tl.where(t < 0, values + page, v + mine) + inner)
-                seen = there[:, None]
-                if WINDOW > 0:
-                    seen = seen & (time[:, None] - ((past + t) * 64 + j)[None, :] < WINDOW)
+                b_k, b_v = _open_keys(
+                    keys, values, pages + first_page + past, k, v, low - tail, t, kv, inner, NKV, D
+                )
+                seen = _in_window(there[:, None], time, (past + t) * 64 + j, WINDOW)
                 top, total, acc = _one_tile(
                     b_q, b_k, b_v, seen, top, total, acc, scale, WINDOW > 0, product
                 )
             for t in tl.range(held_from, held_to, num_stages=1):
-                b_k, b_v, real = _held_keys(
-                    k,
-                    v,
-                    chain_rows + own * 66 + 3 + tail,
-                    low,
-                    high,
-                    64 * t - tail + j,
-                    kv,
-                    d,
-                    NKV,
-                    D,
-                )
+                tail_rows, index = chain_rows + own * 66 + 3 + tail, 64 * t - tail + j
+                b_k, b_v, real = _held_keys(k, v, tail_rows, low, high, index, kv, d, NKV, D)
                 position = (past + t) * 64 + j
                 seen = (node == own)[:, None] & real[None, :]
                 seen = seen & (position[None, :] <= time[:, None])
-                if WINDOW > 0:
-                    seen = seen & (time[:, None] - position[None, :] < WINDOW)
+                seen = _in_window(seen, time, position, WINDOW)
                 top, total, acc = _one_tile(
                     b_q, b_k, b_v, seen, top, total, acc, scale, True, product
                 )
-        # read again, by another policy lest it be merged: kept, it would spill in the loop
-        query = tl.load(tile_queries + tile * TILE + m // GROUP_BLOCK, eviction_policy="evict_last")
-        there = (query >= 0) & (m % GROUP_BLOCK < GROUP)
-        query = tl.where(there, query, 0).to(tl.int64)
-        head = kv * GROUP + m % GROUP_BLOCK
-        gate = tl.load(
-            q_gate + (query * gate_stride + head * 2 * D + D)[:, None] + d[None, :],
-            mask=there[:, None], other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        value = (acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]).to(out.dtype.element_ty)
-        root = tl.rsqrt(1.0 + tl.exp2(gate * -LOG2_E))  # squared, the sigmoid without a division
-        value = (value.to(tl.float32) * (root * root)).to(out.dtype.element_ty)
-        tl.store(out + (query * NH + head)[:, None] * D + d[None, :], value, mask=there[:, None])
+        _store_gated(
+            acc, total, tile_queries + tile * TILE, m, d, kv, q_gate, gate_stride, out,
+            NH, GROUP, GROUP_BLOCK, D,
+        )  # fmt: skip
 
 
 def attention(

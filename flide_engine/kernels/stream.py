@@ -11,10 +11,9 @@ class StreamTasks:
 
     counts [8]: how many of each exist, by the places below.
     level_scans [L+1]: scans of level l are level_scans[l] .. level_scans[l+1]; empty levels repeat.
-    row_nodes [T]: node of each row, -1 for padding. row_taps [T, 3]: the three positions before each
-    row's, coded as RoundPlan.chain_rows.
-    chunk_*, scans, resumed: see `layout.tasks`. passed_states: room for what the
-    scans pass on.
+    row_nodes [T]: node of each row, -1 for padding. row_taps [T, 3]: the three positions
+    before each row's, coded as RoundPlan.chain_rows.
+    chunk_*, scans, resumed: see `layout.tasks`. passed_states: room for what the scans pass on.
     tile_* and read_tile_*: see `write_tiles`, for all rows and for the read rows.
     tile_ends [A, 2]: `ends` of `write_tiles`; read_tile_ends alike.
     tile_pages [A, 2]: first entry and number of the tile's pages in `pages`; read_tile_pages alike.

@@ -5,23 +5,14 @@ shapes do not depend on the tree. Written in place by compiled loops: a round wa
 array operations they took 250 us of a 2 ms round.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
-import numba
 import numpy as np
 
 from flide_engine.config import GRAIN
+from flide_engine.layout.compiled import compiled
 from flide_engine.layout.plan import NOWHERE, Ints, RoundPlan
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-def _compiled(function: F) -> F:
-    return cast(F, numba.njit(cache=True, nogil=True)(function))
-
-
-@_compiled
+@compiled
 def count_chunks(cu_seqlens: Ints, starts: Ints) -> int:
     """Chunks of 64 chain positions of all nodes."""
     total = 0
@@ -30,7 +21,7 @@ def count_chunks(cu_seqlens: Ints, starts: Ints) -> int:
     return total
 
 
-@_compiled
+@compiled
 def write_chunks(
     cu_seqlens: Ints, starts: Ints, chain_rows: Ints, rows: Ints, skips: Ints, firsts: Ints
 ) -> None:
@@ -57,7 +48,7 @@ def write_chunks(
     firsts[len(starts)] = c
 
 
-@_compiled
+@compiled
 def write_scans(
     starts: Ints, initial_slots: Ints, level_ends: Ints, stores: Ints, firsts: Ints,
     slots: Ints, sources: Ints, scans: Ints, level_scans: Ints, resumed: Ints,
@@ -109,7 +100,7 @@ def write_scans(
     return before
 
 
-@_compiled
+@compiled
 def write_tiles(
     rows: Ints, order: Ints, tile: int, turn: int, cu_seqlens: Ints, starts: Ints, parents: Ints,
     page_lists: Ints, page_list_ends: Ints,
@@ -170,7 +161,7 @@ def write_tiles(
     return count
 
 
-@_compiled
+@compiled
 def write_rows(
     cu_seqlens: Ints, starts: Ints, chain_rows: Ints, row_nodes: Ints, row_taps: Ints
 ) -> None:

@@ -5,11 +5,17 @@ its own.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from flide_engine.layout.compiled import compiled
+
 Tokens = NDArray[np.int32]
+
+
+MAX_DEPTH = 4
+"""Nodes on a path: an opening, a state, a group of questions, a question. Graphs are captured for
+as many dependency levels."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ def common_prefix(prompts: Sequence[Tokens], start: int, stop: int) -> int:
     return end - start
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled
 def _agree(first: Tokens, other: Tokens, start: int, stop: int) -> int:
     for at in range(start, stop):
         if first[at] != other[at]:
@@ -78,13 +84,16 @@ def group_by_token(prompts: Sequence[Tokens], group: Sequence[int], at: int) -> 
     return list(groups.values())
 
 
-def build_forest(prompts: Sequence[Tokens], start: int = 0, min_saved: int = 64) -> Forest:
+def build_forest(
+    prompts: Sequence[Tokens], start: int = 0, min_saved: int = 64, max_depth: int = MAX_DEPTH
+) -> Forest:
     """The forest of whole isolated prompts, of which positions before `start` are already computed.
 
     Prompts with a first token in common share their longest common prefix: the trunk. Below it a
     group of prompts shares a further node if that saves at least `min_saved` tokens of the stream
     (a node that saves little may still cost a dependency level). Every prompt keeps at least one
     token of its own, so equal prompts, and a prompt that begins another, end in different leaves.
+    No path has more than `max_depth` nodes: deeper prompts repeat what they have in common.
 
     Raises ValueError if a prompt has no token after `start`.
     """
@@ -99,18 +108,19 @@ def build_forest(prompts: Sequence[Tokens], start: int = 0, min_saved: int = 64)
             leaves[i] = len(nodes)
             nodes.append(Node(parent, depth, prompts[i][depth:]))
 
-    def grow(group: list[int], parent: int, depth: int, is_root: bool) -> None:
-        if len(group) == 1:
-            return end_in_leaves(group, parent, depth)
-        stop = min(len(prompts[i]) for i in group) - 1
-        shared = common_prefix([prompts[i] for i in group], depth, stop)
-        if shared == 0 or (not is_root and shared * (len(group) - 1) < min_saved):
-            return end_in_leaves(group, parent, depth)
+    def grow(group: list[int], parent: int, depth: int, above: int) -> None:
+        shared = 0
+        if len(group) > 1 and above < max_depth - 1:
+            stop = min(len(prompts[i]) for i in group) - 1
+            shared = common_prefix([prompts[i] for i in group], depth, stop)
+        if shared == 0 or (above and shared * (len(group) - 1) < min_saved):
+            end_in_leaves(group, parent, depth)
+            return
         trunk = len(nodes)
         nodes.append(Node(parent, depth, prompts[group[0]][depth : depth + shared]))
         for below in group_by_token(prompts, group, depth + shared):
-            grow(below, trunk, depth + shared, False)
+            grow(below, trunk, depth + shared, above + 1)
 
     for group in group_by_token(prompts, range(len(prompts)), start):
-        grow(group, -1, start, True)
+        grow(group, -1, start, 0)
     return Forest(tuple(nodes), tuple(leaves))

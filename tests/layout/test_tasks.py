@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flide_engine.layout.stream import Job
 from flide_engine.device_plan import Capacity, Tables
 from flide_engine.layout.plan import RoundPlan
+from flide_engine.layout.stream import Job
 from flide_engine.layout.tree import Forest
 from flide_engine.readout import Asked
 from tests.layout.test_stream import forests, keys_of, plan_of

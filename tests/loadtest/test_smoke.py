@@ -1,0 +1,165 @@
+"""Real time and real sockets, counts only: the command and locust against a small server."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+class Counting(ThreadingHTTPServer):
+    """Answers every decision request; each seventh is refused, each eleventh cut off."""
+
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+        self.questions = 0
+        self.lock = threading.Lock()
+        self.keys: set[str] = set()
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def outcome(self, questions: int, key: str) -> str:
+        """Counts a request and says what becomes of it."""
+        with self.lock:
+            number = sum(self.seen.values()) + 1
+            kind = "refused" if number % 7 == 0 else "cut" if number % 11 == 0 else "answered"
+            self.seen[kind] += 1
+            self.questions += questions
+            self.keys.add(key)
+            return kind
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Counting
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        key = self.headers.get("authorization", "")
+        kind = self.server.outcome(len(body["questions"]), key)
+        if kind == "cut":
+            self.close_connection = True
+            self.connection.close()
+        elif kind == "refused":
+            self._send(429, {"detail": {"error_type": "rate_limit_error", "message": "full"}})
+        else:
+            answers = {name: {"type": "noul", "noul": 0.5} for name in body["questions"]}
+            usage = {"input_tokens": 10, "output_tokens": len(answers)}
+            timing = {"queue_ms": 1.0, "total_ms": 2.5}
+            self._send(200, {"model": "m", "usage": usage, "answers": answers, "x_timing": timing})
+
+    def do_GET(self) -> None:
+        self._send(200, {"version": "9"})
+
+    def _send(self, status: int, data: dict[str, Any]) -> None:
+        content = json.dumps(data).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        del format, args
+
+
+@pytest.fixture
+def server() -> Iterator[Counting]:
+    """A counting server on a port of its own."""
+    made = Counting()
+    thread = threading.Thread(target=made.serve_forever)
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    """A finished command."""
+    return subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def agree(data: dict[str, Any], server: Counting) -> None:
+    """The run's counts are the server's own."""
+    totals = data["totals"]
+    assert totals["requests"] == sum(server.seen.values())
+    assert totals["answered"] == server.seen["answered"] > 0
+    assert totals["questions"] == server.questions
+    assert totals["usage"]["input_tokens"] == 10 * server.seen["answered"]
+    errors = totals["errors"]
+    assert errors["429 rate_limit_error"] == server.seen["refused"]
+    cut = {k: n for k, n in errors.items() if k.startswith("transport ")}
+    assert sum(cut.values()) == server.seen["cut"]
+    assert set(errors) == {"429 rate_limit_error", *cut}
+    stages = totals["stages"]
+    assert stages["total_ms"]["count"] == server.seen["answered"]
+    assert stages["total_ms"]["sum_ms"] == pytest.approx(2.5 * server.seen["answered"])
+
+
+@pytest.mark.parametrize("load", [("--rate", "20,40"), ("--clients", "2,8")], ids=lambda x: x[0])
+def test_the_command(server: Counting, tmp_path: Path, load: tuple[str, str]) -> None:
+    """Open and closed loop: counts equal the server's, the files are there, progress is shown."""
+    done = run(
+        "loadtest", "--host", server.url, "--out", str(tmp_path), "--seconds", "4", *load,
+        "--warmup", "0.5", "--think", "0.1", "--key", "secret",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    data = json.loads((tmp_path / "run.json").read_text())
+    agree(data, server)
+    assert server.keys == {"Bearer secret"}
+    assert data["server"] == {"version": "9"}
+    assert len(data["levels"]) == 2
+    assert "secret" not in (tmp_path / "run.json").read_text()
+    assert "Mean time by stage" in (tmp_path / "report.html").read_text()
+    assert "answered" in done.stderr
+    assert "in all, warm-up included" in done.stdout
+
+
+@pytest.mark.parametrize("loop", ["open", "closed"])
+def test_locust_asks_the_same_workloads(server: Counting, tmp_path: Path, loop: str) -> None:
+    """Headless: its report counts what the server counted, by workload, errors by kind."""
+    if find_spec("locust") is None:  # importing it would patch this process's threads
+        pytest.skip("no locust here")
+    done = run(
+        "locust", "-f", "loadtest/locustfile.py", "--host", server.url, "--headless",
+        "-u", "2", "-r", "2", "-t", "4s", "--loop", loop, "--rate", "15", "--think", "0.1",
+        "--warmup", "0.5", "--api-key", "secret", "--report", str(tmp_path),
+    )  # fmt: skip
+    # locust exits with 1 when requests failed, as they do here
+    assert done.returncode == 1, done.stderr
+    data = json.loads((tmp_path / "run.json").read_text())
+    agree(data, server)
+    assert data["loop"] == loop
+    assert server.keys == {"Bearer secret"}
+    assert "429 rate_limit_error" in done.stderr + done.stdout
+    assert "routing" in done.stderr + done.stdout
+
+
+def test_mistakes_are_said_in_a_sentence(tmp_path: Path) -> None:
+    """No traceback for a wrong option."""
+    out = ("--out", str(tmp_path))
+    done = run("loadtest", "--host", "x", *out, "--rate", "0")
+    assert done.returncode == 1
+    assert done.stderr.strip() == "loadtest: levels (0.0,); each must be above 0"
+    done = run("loadtest", "report", str(tmp_path / "none.json"), *out)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
