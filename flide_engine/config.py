@@ -1,5 +1,6 @@
 """What a user may set on one engine: frozen, unknown names refused, no environment read."""
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -62,6 +63,14 @@ class EngineConfig(BaseModel):
     keep_checkpoints: bool = Field(
         True, description="Whether states are kept for later requests that begin alike."
     )
+    host_bytes: int = Field(
+        0, ge=0, description="Host memory for copies of checkpoints; 0: none are made."
+    )
+    disk_folder: Path | None = Field(
+        None,
+        description="Folder in which checkpoints outlive the process; needs host_bytes.",
+    )
+    disk_bytes: int = Field(64 << 30, gt=0, description="Bytes of all files in disk_folder.")
     option_cache_entries: int = Field(
         65536, ge=0, description="Option vectors kept across requests (option-vector families)."
     )

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,11 @@ import torch
 from pydantic import ValidationError
 
 from flide_engine.api import DecisionRequest, DecisionResponse, Usage
+from flide_engine.cache.disk import Loaded
 from flide_engine.cache.index import grain_keys
 from flide_engine.cache.marks import MarkPolicy
 from flide_engine.cache.pool import Accounting, Pool, split_budget
-from flide_engine.checkpoints import Checkpoints, Counters
+from flide_engine.checkpoints import Checkpoints, Counters, StateInfo
 from flide_engine.config import GRAIN, EngineConfig
 from flide_engine.errors import (
     ConfigError,
@@ -52,6 +53,7 @@ from flide_engine.resolve import (
 )
 from flide_engine.runner import Runner
 from flide_engine.scheduler import Scheduler
+from flide_engine.tiers import Tiers
 from flide_engine.work import RequestWork
 
 log = logging.getLogger(__name__)
@@ -64,16 +66,6 @@ MIN_SLOTS = 16
 
 CHECKPOINT_BYTES = 128 << 20
 """Bytes for checkpoints' pages, and as many for their states, in a pool without a byte budget."""
-
-
-@dataclass(frozen=True)
-class StateInfo:
-    """One checkpoint: the name of its state, its tokens, how often it was resumed from."""
-
-    name: str
-    tokens: int
-    hits: int
-    pinned: bool
 
 
 class Engine:
@@ -105,7 +97,10 @@ class Engine:
         self._closed = False
         self._rendering = 0
         self._threads = ThreadPoolExecutor(config.render_threads, "flide-render")
-        self._checkpoints = Checkpoints(pool, MarkPolicy(), config.keep_checkpoints, clock)
+        self._tiers = Tiers.of(config, pool, self.weights_hash, clock)
+        self._checkpoints = Checkpoints(
+            pool, MarkPolicy(), config.keep_checkpoints, clock, self._tiers
+        )
         self._loop = RoundLoop(
             Runner(executor, pool, config.fork),
             Scheduler(config.max_round_tokens, config.max_queued_tokens),
@@ -173,20 +168,36 @@ class Engine:
 
     def states(self, tenant: str = "", name: str = "") -> list[StateInfo]:
         """What is remembered of a tenant's states, of one name or of all, longest first."""
-        found: list[StateInfo] = self._loop.call(
-            lambda: [
-                StateInfo(c.name, c.position, c.hits, c.pinned)
-                for c in self._checkpoints.of(tenant, name)
-            ]
-        )
+        found: list[StateInfo] = self._loop.call(lambda: self._checkpoints.states(tenant, name))
         return found
 
     def pin(self, name: str, tenant: str = "", pinned: bool = True) -> int:
         """Keeps a named state's checkpoints from eviction, or no longer: how many."""
         return int(self._loop.call(lambda: self._checkpoints.pin(tenant, name, pinned)))
 
+    def snapshot(self, name: str, tenant: str = "") -> int:
+        """Keeps the longest checkpoint of a named state from eviction: its tokens, 0 if there is
+        none; `rollback` and `branch` take them.
+        """
+        return int(self._loop.call(lambda: self._checkpoints.snapshot(tenant, name)))
+
+    def rollback(self, name: str, tokens: int, tenant: str = "") -> int:
+        """Forgets what a named state was after `tokens`, on every tier: how many checkpoints.
+
+        The next request that begins alike resumes from what is left.
+        """
+        return int(self._loop.call(lambda: self._checkpoints.forget(tenant, name, tokens)))
+
+    def branch(self, name: str, new: str, tokens: int = 1 << 62, tenant: str = "") -> int:
+        """Keeps a named state as it was after at most `tokens` for a second trajectory: the tokens
+        that both begin with, 0 if nothing is remembered. Either may be forgotten without the other.
+        """
+        return int(self._loop.call(lambda: self._checkpoints.branch(tenant, name, new, tokens)))
+
     def forget(self, name: str, tenant: str = "") -> int:
-        """Drops a named state's checkpoints that no request is using: how many."""
+        """Drops a named state on every tier, but for what requests are using: how many checkpoints
+        of the device.
+        """
         return int(self._loop.call(lambda: self._checkpoints.forget(tenant, name)))
 
     def export_state(self, name: str = "", tenant: str = "") -> list[bytes]:
@@ -217,6 +228,8 @@ class Engine:
             self._closed = True
         self._loop.close()
         self._threads.shutdown()
+        if self._tiers is not None:
+            self._tiers.close()
 
     def _render(
         self,
@@ -232,12 +245,24 @@ class Engine:
                 rendered = self._prepare(parse_request(request))
                 keys = grain_keys(rendered.prompts[0][: rendered.state_tokens])
                 deadline = None if timeout is None else asked + timeout
-                self._loop.add(RequestWork(rendered, future, deadline, timeout, tenant, name, keys))
+                work = RequestWork(rendered, future, deadline, timeout, tenant, name, keys)
+                work.loaded = self._fetch(work)
+                self._loop.add(work)
         except BaseException as error:
             fail(future, error)
         finally:
             with self._lock:
                 self._rendering -= 1
+
+    def _fetch(self, work: RequestWork) -> Loaded | None:
+        """What only the disk has of a state, read here so that no round waits for it."""
+        if self._tiers is None or self._tiers.disk is None:
+            return None
+        text, limit = work.rendered.prompts[0], work.rendered.state_tokens
+        found = self._checkpoints.longest(work.tenant, text, work.keys, limit)
+        if self._tiers.disk.longest(work.tenant, work.keys, limit) <= found:
+            return None
+        return self._tiers.fetch(work.tenant, text, work.keys, limit)
 
     def _prepare(self, request: DecisionRequest) -> Rendered:
         """The request's prompts, within the limits. Raises RequestError."""

@@ -30,6 +30,10 @@ from flide_engine.work import RequestWork
 
 log = logging.getLogger(__name__)
 
+COPY_BYTES = 64 << 20
+"""Bytes of checkpoints whose copy off the device is begun after each round: about 1 ms of a PCIe
+link."""
+
 
 @dataclass(frozen=True)
 class Round:
@@ -139,6 +143,8 @@ class RoundLoop:
             taken[:] = self._under_way.works if self._under_way else []
             with self._changed:
                 while not (self._scheduler or self._calls or self._closed or self._under_way):
+                    if self._checkpoints.has_copies_to_make:
+                        break  # nothing better to do
                     self._changed.wait()
                 if self._closed and not self._under_way:
                     return
@@ -155,6 +161,7 @@ class RoundLoop:
             self._under_way = begun
             if not ahead:
                 self._collect_under_way()
+            self._checkpoints.copy_some(COPY_BYTES)
             for function, future in calls:
                 try:
                     future.set_result(function())

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flide_engine.api import DecisionResponse
+from flide_engine.cache.disk import Loaded
 from flide_engine.cache.index import Checkpoint
 from flide_engine.config import GRAIN
 from flide_engine.families.base import Rendered
@@ -35,7 +36,8 @@ class RequestWork:
     replays: its pieces; steps: which of them go into one round together, `at` the next one; empty
     until it is planned. anchors: checkpoints held between pieces, by the piece that took them.
     values: by read. seen: version of the index it was planned with, limit: tokens of a piece it
-    was planned with. kept: checkpoints it left.
+    was planned with. loaded: a checkpoint of its state that was found on disk, until it is planned.
+    kept: checkpoints it left.
     """
 
     rendered: Rendered
@@ -54,6 +56,7 @@ class RequestWork:
     values: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     seen: int = -1
     limit: int = 0
+    loaded: Loaded | None = None
     kept: list[Checkpoint] = field(default_factory=list)
 
     @property

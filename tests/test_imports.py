@@ -10,16 +10,22 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"api", "config", "errors"},
-    {"layout", "kernels", "families"},
-    {"cache", "models"},
-    {"scheduler", "readout", "resolve", "work"},
+    {"layout", "kernels", "families", "costs", "fairness"},
+    {"cache", "models", "admission"},
+    {"scheduler", "readout", "resolve", "tiers", "work"},
     {"device_plan", "executor", "rounds", "checkpoints"},
     {"runner", "graphs"},
     {"loop"},
     {"engine"},
 ]
 ONLY = {
-    "ray": ("router/request_router.py", "router/ingress.py", "deployments/", "loadtest/handles.py"),
+    "ray": (
+        "router/request_router.py",
+        "router/ingress.py",
+        "router/asking.py",
+        "deployments/",
+        "loadtest/handles.py",
+    ),
     "triton": ("flide_engine/kernels/",),
     "fla": ("flide_engine/kernels/",),
     "torch": (
@@ -27,6 +33,9 @@ ONLY = {
         "flide_engine/models/",
         "flide_engine/cache/pool.py",
         "flide_engine/cache/transfer.py",
+        "flide_engine/cache/host.py",
+        "flide_engine/cache/disk.py",
+        "flide_engine/tiers.py",
         "flide_engine/executor.py",
         "flide_engine/device_plan.py",
         "flide_engine/graphs.py",

@@ -47,7 +47,8 @@ class Checkpoint:
 
     tenant: whose it is. position: tokens before it. slot: of its recurrent state. used: when it was
     last taken or resumed from. hits: how often it was resumed from. locks: by how many it is in
-    use. name: what its state goes by (a session, a trajectory), or "". pinned: never evicted.
+    use. name: what its state goes by (a session, a trajectory), or "". branches: further names it
+    is kept for. pinned: never evicted.
     """
 
     tenant: str
@@ -58,7 +59,12 @@ class Checkpoint:
     locks: int = 0
     name: str = ""
     pinned: bool = False
+    branches: set[str] = field(default_factory=set)
     _grain: _Grain | None = None
+
+    def goes_by(self, name: str) -> bool:
+        """Whether a name means it; "" means every one."""
+        return name in ("", self.name) or name in self.branches
 
 
 @dataclass(frozen=True)
@@ -158,6 +164,19 @@ class PrefixIndex:
         """Tokens of a checkpoint's prefix."""
         return np.frombuffer(b"".join(grain.tokens for grain in _path(checkpoint)), np.int32)
 
+    def own_pages(self, checkpoint: Checkpoint) -> int:
+        """Pages between a checkpoint and the one before it on its way."""
+        at, count = checkpoint._grain, 0
+        while at is not None and at.parent is not None:
+            at, count = at.parent, count + 1
+            if at.checkpoint is not None:
+                break
+        return count
+
+    def keys_of(self, checkpoint: Checkpoint) -> list[bytes]:
+        """`grain_keys` of a checkpoint's prefix."""
+        return [grain.key for grain in _path(checkpoint)]
+
     def remove(self, checkpoint: Checkpoint) -> Freed:
         """Takes a checkpoint out, and the pages that only it needed. It must not be locked."""
         assert checkpoint.locks == 0, "a checkpoint in use was removed"
@@ -200,8 +219,13 @@ class PrefixIndex:
         """Removes the least worthy checkpoint that is neither locked nor pinned; None if there is
         none.
         """
+        victim = self.victim(now)
+        return self.remove(victim) if victim else None
+
+    def victim(self, now: float) -> Checkpoint | None:
+        """What `evict` would remove."""
         free = [c for c in self._checkpoints.values() if not c.locks and not c.pinned]
-        return self.remove(min(free, key=lambda c: self.worth(c, now))) if free else None
+        return min(free, key=lambda c: self.worth(c, now), default=None)
 
 
 SLOT_PAGES = 25

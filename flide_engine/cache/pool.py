@@ -132,3 +132,38 @@ class Pool:
             slot * slots,
             slot * (slots - self.slots.free),
         )
+
+    def page_bytes(self, pages: Ints) -> Tensor:
+        """Contents of some pages: [n, bytes of a page] uint8 on the pool's device."""
+        at = self._places(pages)
+        parts = [t[:, at].movedim(1, 0) for t in (self.tensors.keys, self.tensors.values)]
+        size = self.shape.page_bytes(self.dtype.itemsize)
+        return torch.stack(parts, 1).contiguous().view(torch.uint8).reshape(len(pages), size)
+
+    def put_pages(self, pages: Ints, rows: Tensor) -> None:
+        """Writes what `page_bytes` gave, from any device, to `pages`."""
+        if not len(pages):
+            return
+        at, target = self._places(pages), self.tensors.keys
+        shape = (len(pages), 2, target.shape[0], *target.shape[2:])
+        both = rows.to(target.device).contiguous().view(self.dtype).reshape(shape)
+        target[:, at] = both[:, 0].movedim(0, 1)
+        self.tensors.values[:, at] = both[:, 1].movedim(0, 1)
+
+    def slot_bytes(self, slot: int) -> Tensor:
+        """Contents of a slot: [bytes of a slot] uint8 on the pool's device."""
+        parts = (self.tensors.recurrent_state[:, slot], self.tensors.conv_state[:, slot])
+        return torch.cat([t.contiguous().view(torch.uint8).reshape(-1) for t in parts])
+
+    def put_slot(self, slot: int, row: Tensor) -> None:
+        """Writes what `slot_bytes` gave, from any device, to `slot`."""
+        row = row.to(self.tensors.keys.device)
+        at = 0
+        for target in (self.tensors.recurrent_state[:, slot], self.tensors.conv_state[:, slot]):
+            size = target.numel() * target.element_size()
+            # a copy of its own: the bytes of a type must begin at a multiple of its size
+            target.copy_(row[at : at + size].clone().view(target.dtype).reshape(target.shape))
+            at += size
+
+    def _places(self, pages: Ints) -> Tensor:
+        return torch.from_numpy(pages).long().to(self.tensors.keys.device)

@@ -1,0 +1,176 @@
+"""Host memory and disk hold what the device held, bit for bit, and refuse what is not theirs."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flide_engine.cache.disk import SUFFIX, DiskTier
+from flide_engine.cache.host import HostTier
+from flide_engine.cache.index import grain_keys
+from flide_engine.cache.pool import Pool
+from flide_engine.errors import ConfigError
+from flide_engine.layout.plan import Ints
+from flide_engine.layout.state_shape import StateShape
+
+SHAPE = StateShape(2, 1, 8, 3, 2, 4, 4, 20, 3)
+CPU = torch.device("cpu")
+
+
+def full_pool(dtype: torch.dtype = torch.bfloat16) -> Pool:
+    """Random contents everywhere."""
+    pool = Pool(SHAPE, 12, 4, dtype, CPU)
+    for tensor in vars(pool.tensors).values():
+        tensor.copy_(torch.randn(tensor.shape))
+    return pool
+
+
+def text(grains: int, seed: int = 0) -> Ints:
+    """Tokens of some whole grains; equal seeds begin alike."""
+    return np.random.default_rng(seed).integers(0, 99, 64 * 9).astype(np.int32)[: 64 * grains]
+
+
+def host_of(pool: Pool, rows: int) -> HostTier:
+    """A host tier of so many rows."""
+    row = max(SHAPE.page_bytes(pool.dtype.itemsize), 4096)
+    return HostTier(pool, rows * row, clock=iter(range(10**6)).__next__)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pages_and_slots_survive_as_bytes(dtype: torch.dtype) -> None:
+    """Out of one pool and into another, in another place."""
+    ours, theirs = full_pool(dtype), full_pool(dtype)
+    theirs.put_pages(np.array([7, 2], np.int32), ours.page_bytes(np.array([3, 9], np.int32)))
+    theirs.put_slot(1, ours.slot_bytes(2))
+    for name in ("keys", "values"):
+        a, b = getattr(ours.tensors, name), getattr(theirs.tensors, name)
+        assert torch.equal(a[:, [3, 9]], b[:, [7, 2]])
+    for name in ("recurrent_state", "conv_state"):
+        a, b = getattr(ours.tensors, name), getattr(theirs.tensors, name)
+        assert torch.equal(a[:, 2], b[:, 1])
+
+
+def test_a_copy_holds_what_it_was_made_of_and_shares_what_it_can() -> None:
+    """The longer of two checkpoints adds its own page and state only."""
+    pool = full_pool()
+    host = host_of(pool, 20)
+    tokens = text(3)
+    keys = grain_keys(tokens)
+    pages = np.array([4, 8, 1], np.int32)
+    assert host.store("t", "", tokens[:128], keys[:2], pool, pages[:2], 0)
+    held = host.bytes_held
+    longer = host.store("t", "s", tokens, keys, pool, pages, 3)
+    assert longer is not None
+    assert host.bytes_held - held == held - host._row  # a page less than the first took
+    copied = host.read(*host.rows_of(longer))
+    assert torch.equal(copied.pages, pool.page_bytes(pages))
+    assert torch.equal(copied.state, pool.slot_bytes(3))
+    assert host.match("other", tokens, keys, 192).checkpoint is None
+    assert host.store("t", "s", tokens, keys, pool, pages, 3) is longer
+
+
+def test_a_full_host_gives_up_what_is_not_locked() -> None:
+    """The old one goes; with everything locked the new one is not taken."""
+    pool = full_pool()
+    host = host_of(pool, 2 * (2 + host_of(pool, 20)._state_rows))
+    made = []
+    for seed in range(3):
+        tokens = text(2, seed)
+        made.append(
+            host.store("t", "", tokens, grain_keys(tokens), pool, np.array([1, 2], np.int32), seed)
+        )
+    assert made[0] is not None
+    assert made[2] is not None
+    assert made[2] in host.index
+    assert made[0] not in host.index
+    for checkpoint in host.index:
+        checkpoint.locks += 1
+    tokens = text(2, 9)
+    keys = grain_keys(tokens)
+    assert host.store("t", "", tokens, keys, pool, np.array([1, 2], np.int32), 0) is None
+    with pytest.raises(ConfigError, match="host_bytes 5000 holds 1 rows"):
+        HostTier(pool, 5000, clock=lambda: 0.0)
+
+
+def disk_of(folder: Path, weights: str = "w1", budget: int = 1 << 30) -> DiskTier:
+    """A disk tier."""
+    return DiskTier(folder, budget, weights, "layout", clock=iter(range(10**6)).__next__)
+
+
+def saved(disk: DiskTier, grains: int, seed: int = 0, name: str = "s") -> torch.Tensor:
+    """Saves a checkpoint of random contents: its pages."""
+    tokens = text(grains, seed)
+    pages = torch.arange(9 * 16, dtype=torch.uint8).reshape(9, 16)[:grains] + seed
+    state = torch.full((40,), grains, dtype=torch.uint8)
+    disk.save("t", name, grain_keys(tokens), tokens, lambda first: (pages[first:], state))
+    return pages
+
+
+def test_disk_outlives_the_process_and_writes_what_is_new_only(tmp_path: Path) -> None:
+    """Two steps of a state are two files, the second without the first's pages."""
+    disk = disk_of(tmp_path)
+    saved(disk, 4)
+    first = disk.bytes_held
+    pages = saved(disk, 5)
+    assert disk.bytes_held < 2 * first
+    again = disk_of(tmp_path)
+    tokens = text(5)
+    keys = grain_keys(tokens)
+    assert again.longest("t", keys, 10**6) == 320
+    assert again.longest("t", keys, 319) == 256
+    assert again.longest("other", keys, 10**6) == 0
+    loaded = again.load("t", keys, tokens)
+    assert loaded is not None
+    assert torch.equal(loaded.pages, pages)
+    assert loaded.state.tolist() == [5] * 40
+    assert sorted(again.of("t"))[0][:2] == ("s", 256)
+    assert sum(size for _, _, size in again.of("t", "s")) == again.bytes_held
+
+
+@pytest.mark.parametrize("at", [5, 300, -3])
+def test_damage_is_refused_and_so_is_what_follows_from_it(tmp_path: Path, at: int) -> None:
+    """A flipped bit anywhere: neither the file nor one that continues it is used."""
+    disk = disk_of(tmp_path)
+    saved(disk, 4)
+    path = next(tmp_path.iterdir())
+    saved(disk, 5)
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+    again = disk_of(tmp_path)
+    tokens = text(5)
+    assert again.load("t", grain_keys(tokens), tokens) is None
+    assert again.refused
+    assert again.longest("t", grain_keys(tokens), 10**6) == 0
+
+
+def test_other_weights_other_tokens_and_torn_writes(tmp_path: Path) -> None:
+    """Foreign files stay untouched and unused; leftovers of a stopped process go."""
+    saved(disk_of(tmp_path), 4)
+    (tmp_path / f"half{SUFFIX}.1-2.part").write_bytes(b"torn")
+    foreign = disk_of(tmp_path, weights="w2")
+    assert len(foreign) == 0
+    assert foreign.refused == 1
+    assert len(list(tmp_path.iterdir())) == 1
+    ours = disk_of(tmp_path)
+    other = text(4).copy()
+    other[70] += 1
+    assert ours.load("t", grain_keys(text(4)), other) is None
+
+
+def test_the_budget_removes_ends_of_chains_first_and_forgetting_removes_all(tmp_path: Path) -> None:
+    """A file that others continue is never removed before them."""
+    disk = disk_of(tmp_path)
+    for grains in (2, 3, 4):
+        saved(disk, grains)
+    tight = disk_of(tmp_path, budget=disk.bytes_held)
+    saved(tight, 2, seed=1, name="other")
+    keys = grain_keys(text(4))
+    assert 0 < tight.longest("t", keys, 10**6) < 256
+    assert tight.load("t", grain_keys(text(2)), text(2)) is not None
+    assert tight.bytes_held <= disk.bytes_held
+    assert tight.forget("t", "s")
+    assert not tight.forget("t", "s")
+    assert tight.longest("t", keys, 10**6) == 0
+    assert [p.suffix for p in tmp_path.iterdir()] == [SUFFIX]

@@ -1,0 +1,132 @@
+"""Answers are the same from device, host memory and disk, and after a restart."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flide_engine.config import EngineConfig
+from flide_engine.engine import Engine
+
+NOUL = {"type": "noul", "instructions": "Is it so?"}
+
+
+def ask(agent: int, words: int) -> dict[str, Any]:
+    """A state of an agent that has grown to so many words."""
+    text = " ".join(f"{agent} says {i}" for i in range(words))
+    return {"state": text, "questions": {"q": NOUL}}
+
+
+def probability(engine: Engine, request: dict[str, Any], name: str = "") -> float:
+    """The answer."""
+    answer: Any = engine.submit(request, name=name).result(60).answers["q"]
+    return float(answer.noul)
+
+
+def settled(engine: Engine) -> None:
+    """Waits until copies and files are made."""
+    engine._loop.call(lambda: engine._checkpoints.copy_some(1 << 40))
+    engine._loop.call(lambda: engine._tiers and engine._tiers.settle(copies=True, writes=True))
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path) -> Any:
+    """An engine that remembers nothing."""
+    engine = Engine(EngineConfig(model=str(checkpoint), keep_checkpoints=False))
+    yield engine
+    engine.close()
+
+
+def config(checkpoint: Path, **more: Any) -> EngineConfig:
+    """A device pool that holds one agent's state, not several."""
+    return EngineConfig(
+        model=str(checkpoint), max_prompt_tokens=768, max_request_tokens=1024,
+        max_round_tokens=256, pool_bytes=1_500_000, slot_share=0.5, host_bytes=8 << 20, **more,
+    )  # fmt: skip
+
+
+def test_what_leaves_the_device_comes_back_from_the_host(checkpoint: Path, plain: Engine) -> None:
+    """More agents than the device holds take turns; every answer is the computed one."""
+    engine = Engine(config(checkpoint))
+    try:
+        for words in (30, 36, 42):
+            for agent in range(6):
+                request = ask(agent, words)
+                assert probability(engine, request) == pytest.approx(
+                    probability(plain, request), abs=1e-6
+                )
+        counters = engine.counters()
+        assert counters.from_host > 0
+        assert counters.reused >= counters.from_host
+    finally:
+        engine.close()
+    held = engine.accounting()
+    assert held.slot_bytes_held <= held.slot_bytes_total
+
+
+def test_a_restart_goes_on_from_disk(checkpoint: Path, plain: Engine, tmp_path: Path) -> None:
+    """Another process finds what the first left; a damaged folder costs a computation only."""
+    first = Engine(config(checkpoint, disk_folder=tmp_path))
+    probability(first, ask(1, 50), name="agent-1")
+    settled(first)
+    first.close()
+    assert list(tmp_path.iterdir())
+    request = ask(1, 60)
+    second = Engine(config(checkpoint, disk_folder=tmp_path))
+    want = probability(plain, request)
+    assert probability(second, request) == pytest.approx(want, abs=1e-6)
+    assert second.counters().from_disk > 0
+    assert second.forget("agent-1") >= 0
+    second.close()
+    for path in tmp_path.iterdir():
+        data = bytearray(path.read_bytes())
+        data[-5] ^= 1
+        path.write_bytes(data)
+    third = Engine(config(checkpoint, disk_folder=tmp_path))
+    assert probability(third, request) == pytest.approx(want, abs=1e-6)
+    assert third.counters().from_disk == 0
+    third.close()
+
+
+def test_forgetting_a_state_removes_every_copy(checkpoint: Path, tmp_path: Path) -> None:
+    """Device, host and files."""
+    engine = Engine(config(checkpoint, disk_folder=tmp_path))
+    try:
+        probability(engine, ask(3, 50), name="gone")
+        settled(engine)
+        assert list(tmp_path.iterdir())
+        engine.forget("gone")
+        assert not list(tmp_path.iterdir())
+        assert not engine.states()
+        assert engine._tiers is not None
+        assert not len(engine._tiers.host.index)
+    finally:
+        engine.close()
+
+
+def test_a_trajectory_is_rolled_back_and_branched(checkpoint: Path, plain: Engine) -> None:
+    """What comes after a step is forgotten; a branch outlives the trajectory it left."""
+    engine = Engine(config(checkpoint))
+    try:
+        for words in (20, 40):
+            probability(engine, ask(7, words), name="run")
+        last = engine.snapshot("run")
+        steps = sorted({s.tokens for s in engine.states(name="run") if s.tier == "device"})
+        assert steps[-1] == last
+        early = engine.branch("run", "other", tokens=steps[-1] - 1)
+        assert 0 < early < last
+        assert engine.rollback("run", early) >= 1
+        assert {s.tokens for s in engine.states(name="run")} <= {t for t in steps if t <= early}
+        engine.forget("run")
+        assert {s.name for s in engine.states()} == {"other"}
+        before = engine.counters().reused
+        request = ask(7, 45)
+        assert probability(engine, request) == pytest.approx(probability(plain, request), abs=1e-6)
+        assert engine.counters().reused - before >= early
+        assert engine.branch("nobody", "x") == engine.snapshot("nobody") == 0
+        engine.forget("other")
+        engine.drop_checkpoints()
+        held = engine.accounting()
+        assert held.page_bytes_held == held.slot_bytes_held == 0
+    finally:
+        engine.close()
