@@ -125,15 +125,22 @@ Answer = Annotated[NoulAnswer | ChoiceAnswer | ScoreAnswer, Field(discriminator=
 
 
 class Usage(_Wire):
-    """`input_tokens`: the state once and each question once; `output_tokens`: one an answer."""
+    """`input_tokens`: the state once and each question once; `output_tokens`: one an answer;
+    `x_reused_tokens`: of the input, those that a checkpoint saved.
+    """
 
     input_tokens: int
     output_tokens: int
+    x_reused_tokens: int = 0
 
 
 class DecisionResponse(_Wire):
-    """The answers by question id, in the order of the questions; `model` is the resolved name."""
+    """The answers by question id, in the order of the questions; `model` is the resolved name.
+
+    `x_timing`: milliseconds by stage (docs/http.md).
+    """
 
     model: str
     usage: Usage
     answers: dict[str, Answer]
+    x_timing: dict[str, float] = Field(default_factory=dict)

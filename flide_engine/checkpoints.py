@@ -105,7 +105,8 @@ class Checkpoints:
         if work.resume is not None:
             work.resume.checkpoint.hits += 1
             work.resume.checkpoint.used = self._clock()
-            self.counters.reused += work.resume.anchor.position
+            work.reused = work.resume.anchor.position
+            self.counters.reused += work.reused
 
     def keep(self, work: RequestWork, anchor: Anchor) -> None:
         """Remembers a checkpoint of work's state; the anchor itself stays the caller's to drop."""

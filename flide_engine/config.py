@@ -75,6 +75,11 @@ class EngineConfig(BaseModel):
         65536, ge=0, description="Option vectors kept across requests (option-vector families)."
     )
     render_threads: int = Field(2, gt=0, description="Threads that render and tokenize.")
+    watchdog_seconds: float = Field(
+        120.0,
+        gt=0,
+        description="A round that takes longer counts as stuck: the engine is no longer healthy.",
+    )
     compute_threads: int | None = Field(
         None,
         gt=0,

@@ -108,6 +108,7 @@ class Engine:
             config.max_round_tokens,
             clock,
             self._hand_over,
+            config.watchdog_seconds,
         )
         log.info(
             "engine ready: model %s (%s), weights %s, %s on %s, pool %s",
@@ -219,7 +220,7 @@ class Engine:
         self._loop.call(self._checkpoints.drop_all)
 
     def is_alive(self) -> bool:
-        """Whether the engine's thread runs."""
+        """Whether the engine's thread runs and its round is not stuck."""
         return self._loop.is_alive
 
     def close(self) -> None:
@@ -247,6 +248,8 @@ class Engine:
                 deadline = None if timeout is None else asked + timeout
                 work = RequestWork(rendered, future, deadline, timeout, tenant, name, keys)
                 work.loaded = self._fetch(work)
+                work.since = asked
+                work.passed("render", self._clock())
                 self._loop.add(work)
         except BaseException as error:
             fail(future, error)
@@ -298,8 +301,16 @@ class Engine:
         try:
             values = [work.values[i] for i in range(len(work.rendered.reads))]
             answers = self._family.finish(work.rendered, values)
-            usage = Usage(input_tokens=work.rendered.input_tokens, output_tokens=len(answers))
-            response = DecisionResponse(model=self.card.name, usage=usage, answers=answers)
+            usage = Usage(
+                input_tokens=work.rendered.input_tokens,
+                output_tokens=len(answers),
+                x_reused_tokens=work.reused,
+            )
+            work.passed("finish", self._clock())
+            times = {stage: round(1000 * spent, 3) for stage, spent in work.times.items()}
+            response = DecisionResponse(
+                model=self.card.name, usage=usage, answers=answers, x_timing=times
+            )
         except BaseException as error:
             fail(work.future, error)
             return

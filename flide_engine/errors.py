@@ -152,6 +152,17 @@ class NotReady(UnavailableError):
         super().__init__(reason)
 
 
+class EngineStopped(UnavailableError):
+    """The engine ended while it had the request: another one may answer it."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return f"the engine stopped: {self.cause}"
+
+
 class DeadlineExceeded(UnavailableError):
     """The answer did not come within the time the caller gave."""
 

@@ -14,6 +14,7 @@ from flide_engine.checkpoints import Checkpoints
 from flide_engine.errors import (
     DeadlineExceeded,
     EngineError,
+    EngineStopped,
     FlideError,
     NotReady,
     PoolExhausted,
@@ -61,21 +62,28 @@ class RoundLoop:
         round_tokens: int,
         clock: Callable[[], float],
         done: Callable[[RequestWork], None],
+        watchdog_s: float = 120.0,
     ) -> None:
-        """done: called on the loop's thread with work that has all its values; must not block."""
+        """done: called on the loop's thread with work that has all its values; must not block.
+        watchdog_s: seconds after which a round counts as stuck.
+        """
         self._runner, self._scheduler, self._checkpoints = runner, scheduler, checkpoints
         self._round_tokens, self._clock, self._done = round_tokens, clock, done
         self._changed = threading.Condition()
         self._closed = False
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._under_way: Round | None = None
+        self._watchdog_s = watchdog_s
+        self._busy_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="flide-engine", daemon=True)
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
-        """Whether rounds are run."""
-        return self._thread.is_alive() and not self._closed
+        """Whether rounds are run: the thread is there, and its present round is not stuck."""
+        busy = self._busy_since
+        stuck = busy is not None and self._clock() - busy > self._watchdog_s
+        return self._thread.is_alive() and not self._closed and not stuck
 
     @property
     def waiting(self) -> int:
@@ -123,7 +131,7 @@ class RoundLoop:
             self._serve(taken)
         except BaseException as fault:
             log.exception("the engine's thread stops")
-            error = RoundFailed(f"{type(fault).__name__}: {fault}")
+            error = EngineStopped(f"{type(fault).__name__}: {fault}")
         with self._changed:
             self._closed = True
             waiting, calls = self._scheduler.drain(), self._calls
@@ -156,11 +164,13 @@ class RoundLoop:
             for work in works:
                 if work.at == 0:
                     self._checkpoints.began(work)
+            self._busy_since = self._clock() if works or self._under_way else None
             begun = self._begin(works) if works else None
             self._collect_under_way()
             self._under_way = begun
             if not ahead:
                 self._collect_under_way()
+            self._busy_since = None
             self._checkpoints.copy_some(COPY_BYTES)
             for function, future in calls:
                 try:
@@ -183,6 +193,8 @@ class RoundLoop:
         alone.
         """
         began = self._clock()
+        for work in works:
+            work.passed("queue", began)
         pieces = [Piece(work, i) for work in works for i in work.steps[work.at]]
         try:
             jobs, places = build_round(pieces)
@@ -201,6 +213,11 @@ class RoundLoop:
             for work in works:
                 self._collect(self._begin([work]))
             return None
+        launched = self._clock()
+        # where rounds do not run ahead, they are over once they are launched
+        stage = "pack" if self._runner.executor.runs_ahead else "device"
+        for work in works:
+            work.passed(stage, launched)
         tokens = sum(job.forest.num_tokens for job in jobs)
         self._checkpoints.counters.computed += tokens
         for piece, place in zip(pieces, places, strict=True):
@@ -254,7 +271,10 @@ class RoundLoop:
         if under_way is None:
             return
         logits, hidden = under_way.started.pending.wait()
-        self._scheduler.observe(under_way.tokens, self._clock() - under_way.began)
+        now = self._clock()
+        self._scheduler.observe(under_way.tokens, now - under_way.began)
+        for work in under_way.works:
+            work.passed("device", now)
         faults: dict[RequestWork, EngineError] = {}
         for piece, place in zip(under_way.pieces, under_way.places, strict=True):
             work = piece.work

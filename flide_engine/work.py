@@ -37,7 +37,7 @@ class RequestWork:
     until it is planned. anchors: checkpoints held between pieces, by the piece that took them.
     values: by read. seen: version of the index it was planned with, limit: tokens of a piece it
     was planned with. loaded: a checkpoint of its state that was found on disk, until it is planned.
-    kept: checkpoints it left.
+    kept: checkpoints it left. reused: tokens that the checkpoint it began from saved. times: seconds by stage so far; since: when the present one began.
     """
 
     rendered: Rendered
@@ -57,7 +57,15 @@ class RequestWork:
     seen: int = -1
     limit: int = 0
     loaded: Loaded | None = None
+    reused: int = 0
+    times: dict[str, float] = field(default_factory=dict)
+    since: float = 0.0
     kept: list[Checkpoint] = field(default_factory=list)
+
+    def passed(self, stage: str, now: float) -> None:
+        """A stage ends at `now`, and the next one begins."""
+        self.times[stage] = self.times.get(stage, 0.0) + max(0.0, now - self.since)
+        self.since = now
 
     @property
     def tokens(self) -> int:

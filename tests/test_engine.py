@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from flide_engine import Engine, EngineConfig
 from flide_engine.errors import (
     ConfigError,
     DeadlineExceeded,
+    EngineStopped,
     FlideError,
     InvalidRequest,
     NonFiniteOutput,
@@ -59,6 +61,13 @@ def assert_balanced(engine: Engine) -> None:
     assert held.page_bytes_held == held.slot_bytes_held == 0
 
 
+class Lost:
+    """A round whose device has failed."""
+
+    def wait(self) -> Any:
+        raise OSError("the device is gone")
+
+
 class Gate:
     """Holds the engine's rounds until it is opened; counts them and notes their sizes."""
 
@@ -66,6 +75,7 @@ class Gate:
         self.open = threading.Event()
         self.rounds: list[int] = []
         self.fault: type[Exception] | None = None
+        self.lost = False
         start = engine._loop._runner.start
 
         def held(jobs: list[Job], asked: Asked) -> Started:
@@ -73,7 +83,8 @@ class Gate:
             self.open.wait(10)
             if self.fault is not None:
                 raise self.fault("injected")
-            return start(jobs, asked)
+            started = start(jobs, asked)
+            return replace(started, pending=Lost()) if self.lost else started
 
         monkeypatch.setattr(engine._loop._runner, "start", held)
 
@@ -161,6 +172,47 @@ def test_a_failing_round_is_retried_request_by_request(
     gate.fault = None
     assert engine.decide(ask()).answers
     assert engine.is_alive()
+
+
+def test_a_device_that_fails_ends_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be read back is lost with all that waits, each told that another may answer."""
+    gate = Gate(engine, monkeypatch)
+    gate.lost = True
+    first = engine.submit(ask())
+    gate.wait_for_rounds(1)
+    waiting = engine.submit(ask())
+    gate.open.set()
+    for future in (first, waiting):
+        with pytest.raises(EngineStopped, match="the engine stopped: OSError: the device is gone"):
+            future.result(10)
+    assert not engine.is_alive()
+    with pytest.raises(NotReady):
+        engine.submit(ask()).result(10)
+
+
+def test_a_round_that_does_not_end_is_noticed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread lives, and yet the engine is not healthy; when it goes on it is."""
+    now = 0.0
+    config = EngineConfig(model=str(checkpoint), watchdog_seconds=5)
+    engine = Engine(config, clock=lambda: now)
+    try:
+        gate = Gate(engine, monkeypatch)
+        future = engine.submit(ask())
+        gate.wait_for_rounds(1)
+        now = 4.0
+        assert engine.is_alive()
+        now = 6.0
+        assert not engine.is_alive()
+        gate.open.set()
+        assert future.result(10).answers
+        engine._loop.call(lambda: None)
+        assert engine.is_alive()
+    finally:
+        engine.close()
 
 
 def test_those_who_leave_are_not_run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,3 +333,15 @@ def test_the_root_of_the_tree_catches_all(engine: Engine) -> None:
     """Callers may catch one class."""
     with pytest.raises(FlideError):
         engine.decide({})
+
+
+def test_an_answer_says_where_its_time_went(engine: Engine) -> None:
+    """Stages of the second asking, which reuses the state; together no more than the wait."""
+    engine.decide(ask("long enough to be remembered " * 8))
+    began = time.monotonic()
+    response = engine.decide(ask("long enough to be remembered " * 8 + "and more"))
+    spent = 1000 * (time.monotonic() - began)
+    assert set(response.x_timing) == {"render", "queue", "device", "finish"}
+    assert 0 < sum(response.x_timing.values()) <= spent
+    assert response.usage.x_reused_tokens % 64 == 0
+    assert 0 < response.usage.x_reused_tokens < response.usage.input_tokens

@@ -21,6 +21,7 @@ EXAMPLES: dict[type[FlideError], FlideError] = {
         errors.Overloaded(900, "tokens", 800, "max_queued_tokens", 1500),
         errors.NotReady("starting"),
         errors.DeadlineExceeded(0.5),
+        errors.EngineStopped("CUDA error"),
         errors.NonFiniteOutput("question 'q'"),
         errors.RoundFailed("ValueError: x"),
         errors.RoundTooLarge(9000, 3, 8192, 700),
