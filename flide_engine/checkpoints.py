@@ -23,8 +23,8 @@ from flide_engine.work import RequestWork, Resume
 
 @dataclass
 class Counters:
-    """Tokens since the start: asked for, found in checkpoints, computed; and of those found, how
-    many came back from host memory and from disk.
+    """Since the start. Tokens: asked for, found in checkpoints, computed; and of those found, how
+    many came back from host memory and from disk. Rounds, and seconds in which one was under way.
     """
 
     asked: int = 0
@@ -32,6 +32,8 @@ class Counters:
     computed: int = 0
     from_host: int = 0
     from_disk: int = 0
+    rounds: int = 0
+    busy_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -240,6 +242,15 @@ class Checkpoints:
         self._pool.pages.release(np.setdiff1d(pages, taken).astype(np.int32))
         self.version += 1
         return True
+
+    def counts(self) -> dict[str, int]:
+        """How many checkpoints each tier holds. Any thread may ask."""
+        counts = {"device": len(self.index)}
+        if self._tiers is not None:
+            counts["host"] = len(self._tiers.host.index)
+            if self._tiers.disk is not None:
+                counts["disk"] = len(self._tiers.disk)
+        return counts
 
     def export(self, tenant: str, name: str, weights: str) -> list[bytes]:
         """A tenant's checkpoints as bytes, of one name or of all, longest first."""

@@ -167,6 +167,10 @@ class Engine:
         """Tokens asked for, found in checkpoints and computed, since the start."""
         return replace(self._checkpoints.counters)
 
+    def checkpoint_counts(self) -> dict[str, int]:
+        """How many checkpoints each tier holds."""
+        return self._checkpoints.counts()
+
     def states(self, tenant: str = "", name: str = "") -> list[StateInfo]:
         """What is remembered of a tenant's states, of one name or of all, longest first."""
         found: list[StateInfo] = self._loop.call(lambda: self._checkpoints.states(tenant, name))

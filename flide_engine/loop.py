@@ -75,6 +75,7 @@ class RoundLoop:
         self._under_way: Round | None = None
         self._watchdog_s = watchdog_s
         self._busy_since: float | None = None
+        self._counted_to = 0.0
         self._thread = threading.Thread(target=self._run, name="flide-engine", daemon=True)
         self._thread.start()
 
@@ -272,6 +273,11 @@ class RoundLoop:
             return
         logits, hidden = under_way.started.pending.wait()
         now = self._clock()
+        counters = self._checkpoints.counters
+        counters.rounds += 1
+        # rounds overlap where they run ahead: time is counted once
+        counters.busy_seconds += now - max(under_way.began, self._counted_to)
+        self._counted_to = now
         self._scheduler.observe(under_way.tokens, now - under_way.began)
         for work in under_way.works:
             work.passed("device", now)

@@ -37,7 +37,8 @@ class RequestWork:
     until it is planned. anchors: checkpoints held between pieces, by the piece that took them.
     values: by read. seen: version of the index it was planned with, limit: tokens of a piece it
     was planned with. loaded: a checkpoint of its state that was found on disk, until it is planned.
-    kept: checkpoints it left. reused: tokens that the checkpoint it began from saved. times: seconds by stage so far; since: when the present one began.
+    kept: checkpoints it left. reused: tokens that the checkpoint it began from saved. times:
+    seconds by stage so far; since: when the present one began.
     """
 
     rendered: Rendered

@@ -1,0 +1,1 @@
+"""For operators: a Grafana dashboard and example alert rules over `deployments.metrics`."""
