@@ -51,8 +51,14 @@ class EngineConfig(BaseModel):
     pool_bytes: int | None = Field(
         None,
         gt=0,
-        description="Memory for KV pages, recurrent and convolution states; none: what the longest"
-        " prompt and one round need, and 256 MiB for checkpoints.",
+        description="Memory for KV pages, recurrent and convolution states; none: on a GPU what"
+        " device_share leaves, else what the longest prompt and one round need, and 256 MiB.",
+    )
+    device_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Part of the card's memory that this engine may use, where several share it.",
     )
     slot_share: float = Field(
         0.25,

@@ -45,6 +45,7 @@ from flide_engine.models.base import DecisionModel
 from flide_engine.models.registry import load_model
 from flide_engine.models.weights import weights_hash
 from flide_engine.resolve import (
+    device_pool_bytes,
     locate,
     resolve_device,
     resolve_dtype,
@@ -90,7 +91,13 @@ class Engine:
             folder, name, self.weights_hash, config.option_cache_entries
         )
         self._check(model.vocab_size, vocab, model.max_positions)
-        pool = Pool(model.state_shape, *self._pool_size(model.state_shape, dtype), dtype, device)
+        budget = config.pool_bytes
+        if budget is None and device.type == "cuda":
+            own = torch.cuda.memory_reserved(device)
+            free, total = torch.cuda.mem_get_info(device)
+            budget = device_pool_bytes(free, total, own, config.device_share)
+        sizes = self._pool_size(model.state_shape, dtype, budget)
+        pool = Pool(model.state_shape, *sizes, dtype, device)
         build_forest([np.arange(2, dtype=np.int32)] * 2)  # compiles now what a round would wait for
         executor = self._executor(model, pool, kernels, device)
         self._lock = threading.Lock()
@@ -343,18 +350,20 @@ class Engine:
         turn = max(1, processors // model.state_shape.kv_heads)
         return Graphs(model, pool.tensors, ladder(self.config.max_round_tokens, turn))
 
-    def _pool_size(self, shape: StateShape, dtype: torch.dtype) -> tuple[int, int]:
+    def _pool_size(
+        self, shape: StateShape, dtype: torch.dtype, budget: int | None
+    ) -> tuple[int, int]:
         """(pages, slots). Raises ConfigError if the longest prompt and one round do not fit."""
         config = self.config
         needed = (config.max_prompt_tokens + config.max_round_tokens) // GRAIN + 1
-        if config.pool_bytes is None:
+        if budget is None:
             size = dtype.itemsize
             pages = needed + CHECKPOINT_BYTES // max(1, shape.page_bytes(size))
             return pages, MIN_SLOTS + CHECKPOINT_BYTES // max(1, shape.slot_bytes(size))
-        pages, slots = split_budget(shape, config.pool_bytes, config.slot_share, dtype)
+        pages, slots = split_budget(shape, budget, config.slot_share, dtype)
         if needed > pages:
             raise ConfigError(
-                f"pool_bytes {config.pool_bytes} holds {pages} pages of {GRAIN} tokens;"
+                f"pool_bytes {budget} holds {pages} pages of {GRAIN} tokens;"
                 f" max_prompt_tokens {config.max_prompt_tokens} with max_round_tokens"
                 f" {config.max_round_tokens} needs {needed}"
             )

@@ -71,6 +71,28 @@ def resolve_kernels(kernels: str, device: torch.device) -> Kernels:
     return TRITON
 
 
+WORKSPACE_SHARE, LEAST_WORKSPACE, MOST_WORKSPACE = 0.2, 4 << 30, 24 << 30
+"""Part of an engine's memory that graphs and activations may take, and its bounds in bytes."""
+
+
+def device_pool_bytes(free: int, total: int, own: int, share: float) -> int:
+    """Bytes for the pool on a card, with the weights in place: what is left of the engine's share
+    after room for graphs and activations.
+
+    free, total: bytes of the card; own: those this process holds. Raises ConfigError if nothing is
+    left.
+    """
+    mine = int(share * total)
+    workspace = int(min(max(WORKSPACE_SHARE * mine, LEAST_WORKSPACE), MOST_WORKSPACE))
+    left = min(free, mine - own) - workspace
+    if left <= 0:
+        raise ConfigError(
+            f"device_share {share} of {total} bytes leaves no memory for the pool: {free} are free,"
+            f" {own} are taken by weights, {workspace} are needed for graphs and activations"
+        )
+    return left
+
+
 SMALL_HIDDEN = 512
 """Width under which one CPU thread is faster than several: handing parts over costs more."""
 
