@@ -45,6 +45,18 @@ class EngineConfig(BaseModel):
     max_queued_tokens: int = Field(
         262144, gt=0, description="Tokens that may wait; more is refused with a time to try again."
     )
+    max_queue_ms: int = Field(
+        30000,
+        gt=0,
+        description="Predicted wait in milliseconds from which on requests are refused; half of it"
+        " for batch work.",
+    )
+    batch_age_s: float = Field(
+        30.0, gt=0, description="Seconds after which batch work that waits counts as interactive."
+    )
+    tenant_weights: dict[str, float] = Field(
+        {}, description="Shares of tenants (hashes of their keys) where several wait; others 1."
+    )
     max_waiting_requests: int = Field(
         4096, gt=0, description="Requests that may wait or be rendered."
     )

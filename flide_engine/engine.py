@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
+from flide_engine.admission import Load
 from flide_engine.api import DecisionRequest, DecisionResponse, Usage
 from flide_engine.cache.disk import Loaded
 from flide_engine.cache.index import grain_keys
@@ -110,7 +111,14 @@ class Engine:
         )
         self._loop = RoundLoop(
             Runner(executor, pool, config.fork),
-            Scheduler(config.max_round_tokens, config.max_queued_tokens),
+            Scheduler(
+                config.max_round_tokens,
+                config.max_queued_tokens,
+                bucket_of=executor.bucket_of,
+                max_queue_ms=config.max_queue_ms,
+                batch_age_s=config.batch_age_s,
+                weights=config.tenant_weights,
+            ),
             self._checkpoints,
             config.max_round_tokens,
             clock,
@@ -147,12 +155,14 @@ class Engine:
         timeout: float | None = None,
         tenant: str = "",
         name: str = "",
+        batch: bool = False,
     ) -> "Future[DecisionResponse]":
         """A future of the answers; cancelling it before its round begins saves the work.
 
         tenant: whose checkpoints it may use and leave. name: what its state goes by (a session, a
-        trajectory), to find its checkpoints again. Errors of the request come through the
-        future. Raises NotReady if the engine is closed, Overloaded if too many requests wait.
+        trajectory), to find its checkpoints again. batch: it may wait for rounds with room to
+        spare. Errors of the request come through the future. Raises NotReady if the engine is
+        closed, Overloaded if too many requests wait.
         """
         future: Future[DecisionResponse] = Future()
         with self._lock:
@@ -163,8 +173,13 @@ class Engine:
                 retry = self._loop.retry_after_ms()
                 raise Overloaded(waiting, "requests", limit, "max_waiting_requests", retry)
             self._rendering += 1
-        self._threads.submit(self._render, request, future, timeout, self._clock(), tenant, name)
+        asked = self._clock()
+        self._threads.submit(self._render, request, future, timeout, asked, tenant, name, batch)
         return future
+
+    def load(self) -> Load:
+        """Predicted wait, pace, and what was refused, now."""
+        return self._loop.load()
 
     def accounting(self) -> Accounting:
         """Bytes of the pool held and in all."""
@@ -251,6 +266,7 @@ class Engine:
         asked: float,
         tenant: str,
         name: str,
+        batch: bool,
     ) -> None:
         try:
             if not future.cancelled():
@@ -261,7 +277,7 @@ class Engine:
                 work.loaded = self._fetch(work)
                 work.since = asked
                 work.passed("render", self._clock())
-                self._loop.add(work)
+                self._loop.add(work, batch)
         except BaseException as error:
             fail(future, error)
         finally:

@@ -24,6 +24,10 @@ class Executor(Protocol):
     runs_ahead: bool
     """Whether `start` returns before the round is done."""
 
+    def bucket_of(self, tokens: int) -> int:
+        """Rows that a round of so many tokens is padded to."""
+        ...
+
     def start(self, plan: RoundPlan, asked: Asked) -> Pending:
         """Begins a round. Raises RoundTooLarge if it can never be run."""
         ...
@@ -47,6 +51,10 @@ class Eager:
 
     def __init__(self, model: DecisionModel, state: StateTensors, device: torch.device) -> None:
         self._model, self._state, self._device = model, state, device
+
+    def bucket_of(self, tokens: int) -> int:
+        """See Executor; nothing is padded."""
+        return tokens
 
     @torch.inference_mode()
     def start(self, plan: RoundPlan, asked: Asked) -> Done:

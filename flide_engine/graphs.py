@@ -16,6 +16,7 @@ from torch import Tensor
 from flide_engine.config import GRAIN
 from flide_engine.device_plan import Capacity, Tables
 from flide_engine.errors import RoundTooLarge
+from flide_engine.layout.buckets import smallest_bucket
 from flide_engine.layout.plan import RoundPlan
 from flide_engine.layout.stream import Job, lay_out
 from flide_engine.layout.tree import MAX_DEPTH, build_forest
@@ -142,8 +143,13 @@ class Graphs:
         for capacity in sorted(capacities, key=lambda c: (c.rows, c.levels), reverse=True):
             self.buckets.insert(0, Bucket(model, state, capacity, example, pool))
             pool = pool or self.buckets[0].graph.pool()
+        self._lengths = sorted({c.rows for c in capacities})
         torch.cuda.synchronize()
         log.info("captured %d graphs in %.1f s", len(self.buckets), time.monotonic() - began)
+
+    def bucket_of(self, tokens: int) -> int:
+        """See Executor."""
+        return smallest_bucket(tokens, self._lengths)
 
     def fill(self, plan: RoundPlan, asked: Asked) -> Bucket | None:
         """The smallest bucket that holds a plan, filled with it; None if none does."""

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from flide_engine.admission import Load
 from flide_engine.cache.pool import Accounting
 from flide_engine.checkpoints import Checkpoints
 from flide_engine.errors import (
@@ -96,12 +97,20 @@ class RoundLoop:
         with self._changed:
             return self._scheduler.retry_after_ms()
 
-    def add(self, work: RequestWork) -> None:
-        """Queues work. Raises NotReady once closed, Overloaded if too much waits."""
+    def load(self) -> Load:
+        """What routers and the autoscaler read."""
+        with self._changed:
+            return self._scheduler.load(self._clock())
+
+    def add(self, work: RequestWork, batch: bool = False) -> None:
+        """Queues work. Raises NotReady once closed, Overloaded if too much waits.
+
+        batch: it may wait for rounds with room to spare.
+        """
         with self._changed:
             if self._closed:
                 raise NotReady("the engine is closed")
-            self._scheduler.add(work)
+            self._scheduler.add(work, self._clock(), batch)
             self._changed.notify_all()
 
     def call(self, function: Callable[[], Any]) -> Any:
@@ -183,9 +192,10 @@ class RoundLoop:
         """The next round's work, and work whose caller has left; the lock is held."""
         if self._closed:
             return [], []
-        for work in self._scheduler:
-            self._checkpoints.plan(work, self._round_tokens)
-        return self._scheduler.next_round(self._clock())
+        return self._scheduler.next_round(self._clock(), self._plan)
+
+    def _plan(self, work: RequestWork) -> None:
+        self._checkpoints.plan(work, self._round_tokens)
 
     def _begin(self, works: list[RequestWork]) -> Round | None:
         """Begins one round with as much of the work as fits; None if nothing came of it.
@@ -278,7 +288,8 @@ class RoundLoop:
         # rounds overlap where they run ahead: time is counted once
         counters.busy_seconds += now - max(under_way.began, self._counted_to)
         self._counted_to = now
-        self._scheduler.observe(under_way.tokens, now - under_way.began)
+        with self._changed:
+            self._scheduler.observe(under_way.tokens, now - under_way.began, now)
         for work in under_way.works:
             work.passed("device", now)
         faults: dict[RequestWork, EngineError] = {}
