@@ -111,6 +111,19 @@ class UnknownModel(RequestError):
         return f"unknown model {self.model!r}; served here: {', '.join(self.served)}"
 
 
+class RequestQuarantined(RequestError):
+    """Replicas have died under this very request, so it is not tried again for a while."""
+
+    def __init__(self, deaths: int, seconds: int) -> None:
+        super().__init__(deaths, seconds)
+        self.deaths, self.seconds = deaths, seconds
+
+    def __str__(self) -> str:
+        return (
+            f"{self.deaths} replicas died under this request; it is refused for {self.seconds} s"
+        )
+
+
 class AuthenticationFailed(RequestError):
     """The server asks for a key, and the request has none that it knows."""
 

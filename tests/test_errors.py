@@ -18,6 +18,7 @@ EXAMPLES: dict[type[FlideError], FlideError] = {
         errors.UnsupportedEncoding("br", "zstd"),
         errors.UnknownModel("gpt", ("jev-latest",)),
         errors.AuthenticationFailed("no key"),
+        errors.RequestQuarantined(2, 600),
         errors.Overloaded(900, "tokens", 800, "max_queued_tokens", 1500),
         errors.NotReady("starting"),
         errors.DeadlineExceeded(0.5),
