@@ -1,7 +1,7 @@
 """Requests that replicas have died under, remembered for a while by what they ask.
 
 A request that kills its replica would be retried by the Gateway, then by the client, and take one
-replica after the other with it. Standard library only; each process remembers its own.
+replica after the other with it. Each process remembers its own.
 """
 
 import hashlib
