@@ -99,7 +99,8 @@ class Engine:
             budget = device_pool_bytes(free, total, own, config.device_share)
         sizes = self._pool_size(model.state_shape, dtype, budget)
         pool = Pool(model.state_shape, *sizes, dtype, device)
-        build_forest([np.arange(2, dtype=np.int32)] * 2)  # compiles now what a round would wait for
+        # compiles now what a round would wait for
+        build_forest([np.arange(2, dtype=np.int32) for _ in range(2)])
         executor = self._executor(model, pool, kernels, device)
         self._lock = threading.Lock()
         self._closed = False

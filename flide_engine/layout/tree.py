@@ -61,11 +61,18 @@ class Forest:
 
 def common_prefix(prompts: Sequence[Tokens], start: int, stop: int) -> int:
     """Number of tokens from `start` on, and before `stop`, on which all prompts agree."""
-    first, end = prompts[0], stop
+    first, end = _read_only(prompts[0]), stop
     for other in prompts[1:]:
-        if other is not first:
-            end = _agree(first, other, start, end)
+        if other is not prompts[0]:
+            end = _agree(first, _read_only(other), start, end)
     return end - start
+
+
+def _read_only(tokens: Tokens) -> Tokens:
+    """The same tokens as one type of array: another would be compiled when it is first met."""
+    view = tokens.view()
+    view.setflags(write=False)
+    return view
 
 
 @compiled
