@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 
 from deployments.config import AppArgs
 from deployments.replica import EngineReplica
@@ -35,6 +36,7 @@ def build(args: AppArgs) -> Application:
             "runtime_env": {"env_vars": _threads(args)},
         },
         **_replicas(args),
+        **_routing(args),
     )(EngineReplica)
     gateway: Any = serve.deployment(
         name=GATEWAY,
@@ -56,6 +58,16 @@ def _threads(args: AppArgs) -> dict[str, str]:
     """
     share = (os.cpu_count() or 1) // (args.num_replicas if args.num_replicas != "auto" else 1)
     return {"OMP_NUM_THREADS": str(max(1, share)), "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def _routing(args: AppArgs) -> dict[str, Any]:
+    if not args.state_routing:
+        return {}
+    config = RequestRouterConfig(
+        request_router_class="router.request_router.StateRouter",
+        request_routing_stats_period_s=args.stats_period_s,
+    )
+    return {"request_router_config": config}
 
 
 def _replicas(args: AppArgs) -> dict[str, Any]:

@@ -1,22 +1,24 @@
 """`DecisionClient`: an agent's way to the engine without HTTP. Imports no torch."""
 
 import asyncio
-import time
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayActorError
 
 from flide_engine.api import DecisionRequest, DecisionResponse
-from flide_engine.errors import DeadlineExceeded, NotReady
-from router.ingress import ask, own_error
+from flide_engine.errors import DeadlineExceeded
+from router.asking import ask, ask_within
 
 
 class DecisionClient:
     """Decisions through the handle of the `Engine` deployment, with a deadline and one retry.
 
-    A replica that dies under a call costs one retry on another replica; the answer is the same.
-    Usable in any process that is connected to the cluster (`ray.init("auto")`).
+    Requests for the same state, also as it grows, go to the same replica. A replica that dies under
+    a call costs one retry on another replica; the answer is the same. Usable in any process that is
+    connected to the cluster (`ray.init("auto")`).
+
+    session_id of a call: names its state, as `X-Session-Id` does over HTTP: at most 256 printable
+    ASCII characters, else InvalidRequest.
     """
 
     def __init__(self, app: str = "default", timeout: float = 10.0) -> None:
@@ -26,29 +28,18 @@ class DecisionClient:
         )
         self._timeout = timeout
 
-    def decide(self, request: DecisionRequest | dict[str, Any]) -> DecisionResponse:
+    def decide(
+        self, request: DecisionRequest | dict[str, Any], session_id: str = ""
+    ) -> DecisionResponse:
         """The answers, from a process without an event loop. Raises the error tree."""
-        deadline = time.monotonic() + self._timeout
-        for last in (False, True):
-            response = self._handle.decide.remote(request)
-            try:
-                answers: DecisionResponse = response.result(
-                    timeout_s=max(0.0, deadline - time.monotonic())
-                )
-                return answers
-            except TimeoutError:
-                response.cancel()
-                raise DeadlineExceeded(self._timeout) from None
-            except RayActorError:
-                if last:
-                    raise NotReady("two replicas died under this request") from None
-            except Exception as error:
-                raise own_error(error) from None
-        raise AssertionError("unreachable")
+        return ask_within(self._handle, request, self._timeout, session_id)
 
-    async def adecide(self, request: DecisionRequest | dict[str, Any]) -> DecisionResponse:
+    async def adecide(
+        self, request: DecisionRequest | dict[str, Any], session_id: str = ""
+    ) -> DecisionResponse:
         """The answers, on an event loop. Raises the error tree; cancelling it cancels the call."""
+        asked = ask(self._handle, request, session_id=session_id)
         try:
-            return await asyncio.wait_for(ask(self._handle, request), self._timeout)
+            return await asyncio.wait_for(asked, self._timeout)
         except TimeoutError:
             raise DeadlineExceeded(self._timeout) from None

@@ -32,6 +32,21 @@ class AppArgs(BaseModel):
     cpus_per_replica: float = Field(
         1.0, ge=0, description="CPUs that Ray sets aside for a replica."
     )
+    state_routing: bool = Field(
+        True,
+        description=(
+            "Sends each state, also as it grows, to the replica that has it; off: Serve's own "
+            "choice by requests in flight."
+        ),
+    )
+    routing_stats_period_s: float | None = Field(
+        None,
+        gt=0,
+        description=(
+            "Seconds between what replicas tell all routers of their load and what they hold; "
+            "none: 2, or a twentieth of the replicas if that is more."
+        ),
+    )
     gateway_replicas: int = Field(
         1, gt=0, description="Gateway replicas; fixed, one for 400 requests/s."
     )
@@ -71,6 +86,18 @@ class AppArgs(BaseModel):
                     "api_key_sha256 takes SHA-256 hashes of keys in lower-case hex, not keys"
                 )
         return self
+
+    @property
+    def stats_period_s(self) -> float:
+        """Seconds between a replica's routing stats.
+
+        Each goes to every router, so a large fleet tells less often: 1,000 replicas every 50 s, as
+        simulated.
+        """
+        if self.routing_stats_period_s is not None:
+            return self.routing_stats_period_s
+        most = self.max_replicas if self.num_replicas == "auto" else self.num_replicas
+        return max(2.0, most / 20)
 
     @property
     def key_hashes(self) -> tuple[str, ...]:

@@ -3,12 +3,21 @@
 import asyncio
 import logging
 import os
+import time
 from importlib.metadata import version
 from typing import Any
 
+from ray import serve
+from ray.serve.exceptions import RayServeException
+
 from flide_engine.api import DecisionRequest, DecisionResponse
 from flide_engine.config import EngineConfig
-from flide_engine.errors import NotReady
+from flide_engine.errors import FlideError, NotReady
+from router.asking import plain_error
+from router.policy import Load
+from router.receiver import Receiver
+from router.routing_key import as_key
+from router.session_id import check_session_id
 
 log = logging.getLogger("ray.serve")
 
@@ -21,21 +30,96 @@ class EngineReplica:
         from flide_engine.engine import Engine  # loads torch, in the replica only
 
         self._engine = Engine(EngineConfig.model_validate(config))
+        self._id, self._receiver = _own_id(), Receiver()
+        self._answered = 0
         log.info("engine %s ready in process %d", self._engine.card.name, os.getpid())
 
     async def decide(
-        self, request: DecisionRequest | dict[str, Any], tenant: str = ""
-    ) -> DecisionResponse:
-        """The answers; tenant: whose checkpoints may be used.
+        self,
+        request: DecisionRequest | dict[str, Any],
+        tenant: str = "",
+        session_id: str = "",
+        route: object = None,
+        anchor: object = None,
+        home: str = "",
+    ) -> DecisionResponse | dict[str, Any]:
+        """Answers a typed request with a typed response, and a plain dict with a plain dict.
 
-        Raises the error tree; a cancelled call drops its work before it is packed.
+        tenant: whose checkpoints may be used. session_id: what the state goes by. route, anchor,
+        home: the routing key, what of it was routed on, and the replica that this belongs to if it
+        was sent there; the request router adds them.
+
+        The typed form raises the error tree, the plain one ValueError and RuntimeError, as the
+        caller may not have this package. A cancelled call drops its work before it is packed.
         """
-        future = self._engine.submit(request, tenant=tenant)
+        if isinstance(request, DecisionRequest):
+            return await self._decide(request, tenant, session_id, route, anchor, home)
         try:
-            return await asyncio.wrap_future(future)
+            answers = await self._decide(request, tenant, session_id, route, anchor, home)
+        except FlideError as error:
+            raise plain_error(error) from None
+        return answers.model_dump()
+
+    async def decide_with_load(
+        self,
+        request: DecisionRequest | dict[str, Any],
+        tenant: str = "",
+        session_id: str = "",
+        route: object = None,
+        anchor: object = None,
+        home: str = "",
+    ) -> tuple[DecisionResponse, str, tuple[float, ...]]:
+        """As `decide`, for callers with this package: (answers, this replica's id, its load)."""
+        answers = await self._decide(request, tenant, session_id, route, anchor, home)
+        return answers, self._id, tuple(self._load())
+
+    async def _decide(
+        self,
+        request: DecisionRequest | dict[str, Any],
+        tenant: str,
+        session_id: str,
+        route: object,
+        anchor: object,
+        home: str,
+    ) -> DecisionResponse:
+        check_session_id(session_id)
+        future = self._engine.submit(request, tenant=tenant, name=session_id)
+        self._received(route, anchor, home)
+        try:
+            answers = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             future.cancel()
             raise
+        self._answered += 1
+        return answers
+
+    def _load(self) -> Load:
+        told = self._engine.load()
+        return Load(told.wait_ms, told.mean_wait_ms, told.step_ms, told.tokens_per_ms)
+
+    def _received(self, route: object, anchor: object, home: str) -> None:
+        """Remembers what a router of ours sent here, to tell the others."""
+        key = as_key(route)
+        if key is not None and isinstance(anchor, int) and 0 <= anchor < 1 << 64:
+            self._receiver.received(key, anchor, home == self._id, time.monotonic())
+
+    async def record_routing_stats(self) -> dict[str, bytes]:
+        """Called by Serve each stats period; every router of the deployment gets the result."""
+        return self._receiver.stats(self._load(), time.monotonic()).encode()
+
+    async def counters(self) -> dict[str, Any]:
+        """Since the start: requests answered, and tokens asked for, found in checkpoints, computed;
+        beside them this replica's id and process.
+        """
+        tokens = self._engine.counters()
+        return {
+            "replica": self._id,
+            "process": os.getpid(),
+            "answered": self._answered,
+            "tokens_asked": tokens.asked,
+            "tokens_reused": tokens.reused,
+            "tokens_computed": tokens.computed,
+        }
 
     async def describe(self) -> dict[str, str]:
         """Name, description and release date of the model, weights hash and versions."""
@@ -60,3 +144,11 @@ class EngineReplica:
     def __del__(self) -> None:
         if engine := getattr(self, "_engine", None):
             engine.close()
+
+
+def _own_id() -> str:
+    """The replica's id as routers know it; "" outside Serve, where nothing is routed."""
+    try:
+        return str(serve.get_replica_context().replica_id.unique_id)
+    except RayServeException:
+        return ""

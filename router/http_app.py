@@ -23,6 +23,7 @@ from router.auth import check_key
 from router.body import ClientLeft, Receive, decode_body, parse_body, read_body
 from router.http_errors import STATUS, error_body, error_headers
 from router.playground import Html, page
+from router.session_id import HEADER, check_session_id
 
 log = logging.getLogger("ray.serve")
 
@@ -37,8 +38,12 @@ _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 class Decider(Protocol):
     """What stands behind the HTTP surface."""
 
-    async def decide(self, request: DecisionRequest, tenant: str) -> DecisionResponse:
-        """Answers, or raises a FlideError; tenant: whose checkpoints may be used."""
+    async def decide(
+        self, request: DecisionRequest, tenant: str, session_id: str
+    ) -> DecisionResponse:
+        """Answers, or raises a FlideError; tenant: whose checkpoints may be used; session_id: what
+        the state goes by, "" for nothing.
+        """
         ...
 
     async def models(self) -> list[dict[str, str]]:
@@ -116,6 +121,8 @@ class HttpApp:
     async def _decide(self, scope: Scope, receive: Receive) -> tuple[int, Any]:
         headers = dict(scope["headers"])
         tenant = check_key(headers.get(b"authorization", b"").decode("latin-1"), self._keys)
+        given = headers.get(HEADER, b"").decode("latin-1")
+        session_id = check_session_id(given, ("header", "X-Session-Id"))
         kind = (
             headers.get(b"content-type", b"application/json")
             .decode("latin-1")
@@ -128,7 +135,7 @@ class HttpApp:
         body = await read_body(receive, int(length) if length.isdigit() else None, self._limit)
         encodings = [v for k, v in scope["headers"] if k == b"content-encoding"]
         body = decode_body(body, b",".join(encodings).decode("latin-1"), self._limit)
-        answers = await self._decider.decide(parse_body(body), tenant)
+        answers = await self._decider.decide(parse_body(body), tenant, session_id)
         return 200, answers.model_dump()
 
     async def _playground(self, scope: Scope, receive: Receive) -> tuple[int, Any]:

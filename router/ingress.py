@@ -7,49 +7,16 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
-from ray.serve.exceptions import BackPressureError
+from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 
 from flide_engine.api import DecisionRequest, DecisionResponse
-from flide_engine.errors import FlideError, NotReady, Overloaded, RequestError
+from flide_engine.errors import FlideError, NotReady
+from router.asking import ask, own_error, plain_error
 from router.http_app import HttpApp
 
 READY_WITHIN_S = 2.0
 """How long a health or model query waits for a replica."""
-
-
-def own_error(error: BaseException) -> BaseException:
-    """The error of ours inside what a handle raises; Serve's refusal becomes Overloaded."""
-    if isinstance(error, RayTaskError) and isinstance(error.cause, FlideError):
-        return error.cause
-    if isinstance(error, BackPressureError):
-        return Overloaded(0, "requests", 0, "max_queued_requests", 500)
-    return error
-
-
-async def ask(
-    handle: DeploymentHandle, request: DecisionRequest | dict[str, Any], tenant: str = ""
-) -> DecisionResponse:
-    """One decision through an engine handle; asks once more if the replica dies under it.
-
-    Decisions change nothing, so asking twice is safe. Raises the error tree; cancels the call when
-    the caller is cancelled.
-    """
-    for last in (False, True):
-        response = handle.decide.remote(request, tenant=tenant)
-        try:
-            answers: DecisionResponse = await response
-            return answers
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
-        except RayActorError:
-            if last:
-                raise NotReady("two replicas died under this request") from None
-        except Exception as error:
-            raise own_error(error) from None
-    raise AssertionError("unreachable")
 
 
 @serve.ingress()
@@ -69,25 +36,24 @@ class Gateway:
         return HttpApp(_Decider(self), self._keys, self._max_body_bytes)
 
     async def decide(
-        self, request: DecisionRequest | dict[str, Any]
+        self, request: DecisionRequest | dict[str, Any], session_id: str = ""
     ) -> DecisionResponse | dict[str, Any]:
         """Answers a typed request with a typed response, and a plain dict with a plain dict.
 
-        A caller of the plain form may not have this package, so it gets ValueError for a fault of
-        its own and RuntimeError for the rest; the typed form raises the error tree.
+        session_id: names the state, as `X-Session-Id` does over HTTP. A caller of the plain form
+        may not have this package, so it gets ValueError for a fault of its own and RuntimeError for
+        the rest; the typed form raises the error tree.
         """
         if isinstance(request, DecisionRequest):
-            return await ask(self._engine, request)
+            return await ask(self._engine, request, "", session_id)
         try:
-            return (await ask(self._engine, request)).model_dump()
-        except RequestError as error:
-            raise ValueError(str(error)) from None
+            return (await ask(self._engine, request, "", session_id)).model_dump()
         except FlideError as error:
-            raise RuntimeError(str(error)) from None
+            raise plain_error(error) from None
 
-    async def ask(self, request: DecisionRequest, tenant: str) -> DecisionResponse:
+    async def ask(self, request: DecisionRequest, tenant: str, session_id: str) -> DecisionResponse:
         """As `decide`, typed and for a tenant."""
-        return await ask(self._engine, request, tenant)
+        return await ask(self._engine, request, tenant, session_id)
 
     async def describe(self) -> dict[str, str]:
         """What the engine says of itself. Raises NotReady if no replica answers in time."""
@@ -109,8 +75,10 @@ class _Decider:
     def __init__(self, gateway: Any) -> None:
         self._gateway = gateway
 
-    async def decide(self, request: DecisionRequest, tenant: str) -> DecisionResponse:
-        answers: DecisionResponse = await self._gateway.ask(request, tenant)
+    async def decide(
+        self, request: DecisionRequest, tenant: str, session_id: str
+    ) -> DecisionResponse:
+        answers: DecisionResponse = await self._gateway.ask(request, tenant, session_id)
         return answers
 
     async def models(self) -> list[dict[str, str]]:

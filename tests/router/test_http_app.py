@@ -25,11 +25,15 @@ class Stub:
     def __init__(self) -> None:
         self.asked: list[DecisionRequest] = []
         self.tenants: list[str] = []
+        self.sessions: list[str] = []
         self.ready = True
 
-    async def decide(self, request: DecisionRequest, tenant: str) -> DecisionResponse:
+    async def decide(
+        self, request: DecisionRequest, tenant: str, session_id: str
+    ) -> DecisionResponse:
         self.asked.append(request)
         self.tenants.append(tenant)
+        self.sessions.append(session_id)
         if request.state == "nan":
             raise NonFiniteOutput("question 'q'")
         if request.state == "crash":
@@ -83,8 +87,9 @@ def test_a_request_is_answered(stub: Stub) -> None:
     assert answer.status_code == 200
     assert answer.json() == {
         "model": "stub",
-        "usage": {"input_tokens": 1, "output_tokens": 1},
+        "usage": {"input_tokens": 1, "output_tokens": 1, "x_reused_tokens": 0},
         "answers": {"q": {"type": "noul", "noul": 0.5}},
+        "x_timing": {},
     }
     assert len(answer.headers["x-typesafe-request-id"]) == 32
 
@@ -220,6 +225,29 @@ def test_our_faults_are_5xx_without_details(stub: Stub) -> None:
     assert other.status_code == 500
     assert "secret" not in other.text
     assert call(stub, "POST", "/v1/systemone", json=GOOD).status_code == 200
+
+
+def test_session_ids(stub: Stub) -> None:
+    """Passed on as they are: none, an empty one, the longest. Others are a 422 that says why."""
+    ids = ("", "agent 7/run-1 ~", "x" * 256)
+    for given in ids:
+        headers = {"X-Session-Id": given}
+        answer = call(stub, "POST", "/v1/systemone", json=GOOD, headers=headers)
+        assert answer.status_code == 200
+    assert call(stub, "POST", "/v1/systemone", json=GOOD).status_code == 200
+    assert stub.sessions == [*ids, ""]
+    for bad, told in (
+        (b"x" * 257, "257 characters"),
+        (b"caf\xc3\xa9", "not printable"),
+        (b"a\tb", "3"),
+    ):
+        answer = call(stub, "POST", "/v1/systemone", json=GOOD, headers=[(b"x-session-id", bad)])
+        assert answer.status_code == 422
+        (fault,) = answer.json()["detail"]
+        assert fault["loc"] == ["header", "X-Session-Id"]
+        assert told in fault["msg"]
+        assert "256 printable ASCII" in fault["msg"]
+    assert len(stub.asked) == len(ids) + 1
 
 
 def test_multipart_is_refused_with_a_reason(stub: Stub) -> None:

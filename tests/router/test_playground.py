@@ -51,7 +51,9 @@ def answer_of(question: Question) -> Answer:
 class Answering(Stub):
     """Answers all three types; a state of "busy" is refused for load."""
 
-    async def decide(self, request: DecisionRequest, tenant: str) -> DecisionResponse:
+    async def decide(
+        self, request: DecisionRequest, tenant: str, session_id: str
+    ) -> DecisionResponse:
         self.asked.append(request)
         if request.state == "busy":
             raise Overloaded(9, "requests", 8, "max_waiting_requests", 1500)

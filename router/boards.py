@@ -1,0 +1,43 @@
+"""What the routers and the callers of one process know together of each deployment.
+
+`shared` is looked up in this very module, wherever the process has it. The classes also travel by
+value with the request router, for processes that have nothing of this project.
+"""
+
+from collections import Counter
+from typing import NamedTuple
+
+from router.policy import Board
+
+
+class Reasons:
+    """Counts choices by their reason. Written by one event loop."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def count(self, reason: str) -> None:
+        """One more choice for this reason."""
+        self._counts[reason] += 1
+
+    def snapshot(self) -> dict[str, int]:
+        """Choices since the process began, by reason; the caller's own copy."""
+        return dict(self._counts)
+
+
+class Shared(NamedTuple):
+    """board: predicted waits, which callers write and routers read; reasons: why replicas were
+    chosen.
+    """
+
+    board: Board
+    reasons: Reasons
+
+
+_shared: dict[tuple[str, str], Shared] = {}
+
+
+def shared(app: str, deployment: str) -> Shared:
+    """What is known of a deployment; the same for every caller in this process, on any thread."""
+    found = _shared.get((app, deployment))
+    return found or _shared.setdefault((app, deployment), Shared(Board(), Reasons()))

@@ -1,0 +1,146 @@
+"""Our policy behind Ray Serve's request-router API.
+
+Serve makes one `StateRouter` for each handle, in the caller's process, from a pickle of the class.
+What it needs of this project travels in that pickle, so that a process without this package can
+route, too.
+"""
+
+import importlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ray import cloudpickle
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from router.boards import Reasons, Shared
+from router.policy import SHIPPED, Board, Limits, Policy
+from router.routing_key import RouteKey, as_key, route_key
+
+log = logging.getLogger("ray.serve")
+
+# Serve pickles a router's own module by value only. A module that is not there when the class is
+# loaded leaves the caller waiting to its timeout, with the ImportError in a log.
+for _name in (*SHIPPED, "router.boards"):
+    cloudpickle.register_pickle_by_value(importlib.import_module(_name))
+
+KEYED = ("decide", "decide_with_load")
+"""Methods of a replica that are about a state, and take `route`, `anchor` and `home`."""
+
+FALLBACKS = 2
+"""Replicas tried in order after the chosen one; then whichever has least to do."""
+
+
+class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
+    """Sends each state to the replica that `Policy` names for it."""
+
+    # A busy host answers a probe late (Serve's 100 ms: 20 of 40 first calls went elsewhere), and
+    # going elsewhere costs a recompute; so a probe gets the longest time Serve ever gives one.
+    queue_len_response_deadline_s = RequestRouter.max_queue_len_response_deadline_s
+
+    def initialize_state(self, **limits: Any) -> None:
+        """Called by Serve before anything else. limits: fields of `router.policy.Limits`."""
+        self._shared = _shared_of(self._deployment_id.app_name, self._deployment_id.name)
+        self._policy = Policy(self._shared.board, Limits(**limits))
+        self._by_name: dict[str, RunningReplica] = {}
+        self._told: dict[str, object] = {}
+        self._dead: set[ReplicaID] = set()
+
+    @property
+    def reasons(self) -> Reasons:
+        """Why replicas were chosen, counted."""
+        return self._shared.reasons
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Called by Serve with the replicas there are, at every change of any one's stats."""
+        # the controller learns of a death after those that met it, and lists the dead until then
+        self._dead &= {replica.replica_id for replica in replicas}
+        live = [replica for replica in replicas if replica.replica_id not in self._dead]
+        self._by_name = {replica.replica_id.unique_id: replica for replica in live}
+        # Stats come unpickled anew each time; the policy reads those that are another object. To
+        # hand over the old ones spares it 999 of 1,000.
+        told = {name: replica.routing_stats for name, replica in self._by_name.items()}
+        self._told = {
+            name: old if (old := self._told.get(name)) == new else new for name, new in told.items()
+        }
+        self._policy.set_replicas(self._told, time.monotonic())
+        super().update_replicas(live)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Called by Serve, once for each call that failed by it: nothing goes there any more."""
+        super().on_replica_actor_died(replica_id)
+        self._dead.add(replica_id)
+        self._by_name.pop(replica_id.unique_id, None)
+        self._told.pop(replica_id.unique_id, None)
+        self._policy.remove(replica_id.unique_id)
+
+    def on_replica_actor_unavailable(self, replica_id: ReplicaID) -> None:
+        """Called by Serve if a replica could not be reached, which is how a death looks over gRPC.
+
+        States go elsewhere until the controller lists the replica again.
+        """
+        super().on_replica_actor_unavailable(replica_id)
+        self._told.pop(replica_id.unique_id, None)
+        self._policy.remove(replica_id.unique_id)
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Ranks of replicas to try: the policy's choice, its fallbacks, then all there are.
+
+        Tells the replica what it was chosen for, in the call's own arguments. Called again for the
+        same request if every rank was full; never raises.
+        """
+        if pending_request is None:
+            return [candidate_replicas]
+        # or Serve would ask again at once and without end while all are full
+        pending_request.routing_context.should_backoff = True
+        try:
+            return [*self._ranked(pending_request), candidate_replicas]
+        except Exception:
+            # raised here, it would leave the caller waiting to its timeout
+            log.exception("routing failed; the least loaded replica is used")
+            return [candidate_replicas]
+
+    def _ranked(self, request: PendingRequest) -> list[list[RunningReplica]]:
+        keyed = request.metadata.call_method in KEYED
+        key = key_of_call(request.args, request.kwargs) if keyed else None
+        choice = self._policy.choose(key, time.monotonic())
+        if choice is None:
+            return []
+        self.reasons.count(choice.reason)
+        if key is not None:
+            # by name, as Serve may have to try another replica than the chosen one
+            home = choice.replica if choice.home else ""
+            request.kwargs.update(route=tuple(key), anchor=choice.anchor, home=home)
+        chosen = self._by_name[choice.replica]
+        ongoing = self.replica_queue_len_cache.get(chosen.replica_id)
+        if ongoing is not None and ongoing < chosen.max_ongoing_requests:
+            # Serve takes it without a look at other ranks, which cost as much as the choice
+            return [[chosen]]
+        names = self._policy.fallbacks(choice, FALLBACKS)
+        return [[chosen], *([self._by_name[name]] for name in names)]
+
+
+def key_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> RouteKey | None:
+    """The key that a call carries, or one made of its request; None if it has no state."""
+    if (given := as_key(kwargs.get("route"))) is not None:
+        return given
+    request = args[0] if args else kwargs.get("request")
+    tenant, session = kwargs.get("tenant", ""), kwargs.get("session_id", "")
+    if not isinstance(tenant, str) or not isinstance(session, str):
+        return None  # the replica refuses it
+    has_state = hasattr(request, "state") or (isinstance(request, dict) and "state" in request)
+    return route_key(request, tenant, session) if has_state else None
+
+
+def _shared_of(app: str, deployment: str) -> Shared:
+    """What this process knows of a deployment already, if it can have been told anything."""
+    try:
+        from router.boards import shared
+    except ImportError:
+        return Shared(Board(), Reasons())
+    return shared(app, deployment)

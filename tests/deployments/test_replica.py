@@ -1,0 +1,155 @@
+"""A replica over a stand-in for its engine, and the app's configuration; no cluster."""
+
+import asyncio
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.serve.config import RequestRouterConfig
+
+from deployments.app import build
+from deployments.config import AppArgs
+from deployments.replica import EngineReplica
+from flide_engine import DecisionRequest, DecisionResponse, Noul, Usage
+from flide_engine.errors import InvalidRequest, Overloaded
+from router.policy import Load, decode
+from router.routing_key import route_key
+
+PLAIN: dict[str, Any] = {"state": "s", "questions": {"q": {"type": "noul", "instructions": "?"}}}
+TYPED = DecisionRequest(state="s", questions={"q": Noul(instructions="?")})
+GOOD = DecisionResponse(model="m", usage=Usage(input_tokens=1, output_tokens=0), answers={})
+
+
+class FakeEngine:
+    """Answers at once, or as told."""
+
+    def __init__(self, config: object) -> None:
+        self.card = SimpleNamespace(name="m")
+        self.submitted: list[dict[str, Any]] = []
+        self.fails: Exception | None = None
+        self.futures: list[Future[DecisionResponse]] = []
+        self.answers = True
+
+    def submit(self, request: object, **options: Any) -> "Future[DecisionResponse]":
+        self.submitted.append(options)
+        if self.fails:
+            raise self.fails
+        future: Future[DecisionResponse] = Future()
+        self.futures.append(future)
+        if self.answers:
+            future.set_result(GOOD)
+        return future
+
+    def counters(self) -> SimpleNamespace:
+        return SimpleNamespace(asked=3, reused=2, computed=1)
+
+    def load(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            wait_ms=4.0, mean_wait_ms=3.0, step_ms=2.0, tokens_per_ms=1.0, more=0
+        )
+
+    def close(self) -> None:
+        """Called when the replica goes."""
+
+
+@pytest.fixture
+def replica(monkeypatch: pytest.MonkeyPatch) -> EngineReplica:
+    """A replica of this name, as Serve would make it."""
+    monkeypatch.setattr("flide_engine.engine.Engine", FakeEngine)
+    made = EngineReplica({})
+    made._id = "me"
+    return made
+
+
+def engine_of(replica: EngineReplica) -> FakeEngine:
+    """The stand-in."""
+    engine = replica._engine
+    assert isinstance(engine, FakeEngine)
+    return engine
+
+
+def test_typed_for_typed_and_plain_for_plain(replica: EngineReplica) -> None:
+    """With errors of the same kind; the session id is the name of the state's checkpoints."""
+    assert asyncio.run(replica.decide(TYPED, "tenant", "session")) is GOOD
+    assert asyncio.run(replica.decide(PLAIN)) == GOOD.model_dump()
+    first, second = engine_of(replica).submitted
+    assert first == {"tenant": "tenant", "name": "session"}
+    assert second == {"tenant": "", "name": ""}
+    with pytest.raises(InvalidRequest):
+        asyncio.run(replica.decide(TYPED, session_id="x" * 257))
+    with pytest.raises(ValueError, match="256 printable"):
+        asyncio.run(replica.decide(PLAIN, session_id="x" * 257))
+    engine_of(replica).fails = Overloaded(1, "requests", 1, "max_waiting_requests", 5)
+    with pytest.raises(Overloaded):
+        asyncio.run(replica.decide(TYPED))
+    with pytest.raises(RuntimeError):
+        asyncio.run(replica.decide(PLAIN))
+
+
+def test_load_comes_with_the_answers(replica: EngineReplica) -> None:
+    """Beside the replica's id, in builtins."""
+    answers, name, load = asyncio.run(replica.decide_with_load(PLAIN))
+    assert (answers, name) == (GOOD, "me")
+    assert type(load) is tuple
+    assert load == (4.0, 3.0, 2.0, 1.0)
+    assert asyncio.run(replica.counters())["answered"] == 1
+
+
+def test_what_came_from_elsewhere_is_told(replica: EngineReplica) -> None:
+    """Only if sent away from home, by a router of ours, and taken in by the engine."""
+    route = tuple(route_key(PLAIN))
+    for i, (anchor, home) in enumerate(((7, "me"), (8, "other"), (9, ""))):
+        asyncio.run(replica.decide(PLAIN, route=route, anchor=anchor, home=home))
+        assert len(engine_of(replica).submitted) == i + 1
+    for junk in (
+        (route, None),
+        (route, "x"),
+        (route, -1),
+        (route, 1 << 64),
+        (("x",), 5),
+        (None, 5),
+    ):
+        asyncio.run(replica.decide(PLAIN, route=junk[0], anchor=junk[1]))
+    engine_of(replica).fails = Overloaded(1, "requests", 1, "max_waiting_requests", 5)
+    with pytest.raises(RuntimeError):
+        asyncio.run(replica.decide(PLAIN, route=route, anchor=10))
+    told = decode(asyncio.run(replica.record_routing_stats()))
+    assert told is not None
+    assert told.load == Load(4.0, 3.0, 2.0, 1.0)
+    assert [anchor for anchor, _ in told.foreign] == [9, 8]
+
+
+def test_a_cancelled_call_drops_its_work(replica: EngineReplica) -> None:
+    """The engine's future is cancelled with it."""
+    engine_of(replica).answers = False
+
+    async def leave() -> None:
+        call = asyncio.create_task(replica.decide(TYPED))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(leave())
+    assert engine_of(replica).futures[0].cancelled()
+
+
+def router_of(**options: Any) -> RequestRouterConfig:
+    """How the app of these options has its engine's requests routed."""
+    gateway: Any = build(AppArgs(**options))
+    (engine, *_) = gateway._bound_deployment.init_args
+    config = engine._bound_deployment._deployment_config.request_router_config
+    assert isinstance(config, RequestRouterConfig)
+    return config
+
+
+def test_the_router_is_on_unless_turned_off() -> None:
+    """With a stats period that grows with the fleet."""
+    ours = "router.request_router.StateRouter"
+    assert router_of().request_router_class == ours
+    assert router_of().request_routing_stats_period_s == 2.0
+    assert router_of(num_replicas=1000).request_routing_stats_period_s == 50.0
+    assert router_of(num_replicas="auto", max_replicas=80).request_routing_stats_period_s == 4.0
+    assert router_of(routing_stats_period_s="0.5").request_routing_stats_period_s == 0.5
+    assert router_of(state_routing="false").is_default_request_router()

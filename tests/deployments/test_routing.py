@@ -1,0 +1,257 @@
+"""Three replicas behind the request router, asked over HTTP, by `DecisionClient`, by the Gateway's
+handle and from a process that has nothing of this project.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+from ray import serve
+from ray._raylet import Config
+
+from deployments.client import DecisionClient
+from flide_engine.errors import InvalidRequest
+from tests.deployments.conftest import serving
+
+pytestmark = pytest.mark.ray
+
+TOLERANCE = 1e-5
+STEPS = (300, 700, 1500)
+PAUSE_S = 0.15
+"""Between calls whose replica is asserted. A router counts a call as a mean call's work until that
+time is over; many cheaper ones at once look like a queue, which short states may leave home for.
+"""
+
+
+def request(state: str) -> dict[str, Any]:
+    """A question about a state."""
+    question = {"type": "choice", "instructions": "Which?", "criteria": {"a": "one", "b": "two"}}
+    return {"state": state, "questions": {"q": question}}
+
+
+def text(size: int, seed: object) -> str:
+    """Letters that no other seed has."""
+    return "".join(random.Random(str(seed)).choices("abcdefgh ", k=size))
+
+
+def p(answer: Any) -> float:
+    """The probability in an answer over HTTP or of a client."""
+    plain = answer if isinstance(answer, dict) else answer.model_dump()
+    return float(plain["answers"]["q"]["probabilities"]["a"])
+
+
+class Fleet:
+    """A server with three engine replicas, and this process connected to its cluster."""
+
+    def __init__(self, url: str, address: str) -> None:
+        self.url, self.address = url, address
+        self.http = httpx.Client(base_url=url, timeout=60)
+        self.client = DecisionClient(timeout=60)
+        self.gateway = serve.get_app_handle("default")
+        self.engine = serve.get_deployment_handle("Engine", "default")
+
+    def over_http(self, asked: dict[str, Any], session: str = "") -> Any:
+        answer = self.http.post(
+            "/v1/systemone", json=asked, headers={"X-Session-Id": session} if session else {}
+        )
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def over_gateway(self, asked: dict[str, Any], session: str = "") -> Any:
+        return self.gateway.decide.remote(asked, session_id=session).result(timeout_s=60)
+
+    def counters(self) -> dict[str, dict[str, Any]]:
+        """What each replica has counted, by its id."""
+        found = self.engine.broadcast("counters").results(timeout_s=30)
+        return {counted["replica"]: counted for counted in found}
+
+    def who(self, call: Callable[[], object]) -> str:
+        """The replica that answers a call, nothing else being asked."""
+        time.sleep(PAUSE_S)
+        before = self.counters()
+        call()
+        after = self.counters()
+        (one,) = (r for r in after if after[r]["answered"] > before[r]["answered"])
+        return one
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Fleet]:
+    """Three replicas of the random four-layer checkpoint."""
+    log = tmp_path_factory.mktemp("fleet") / "log"
+    words = (f"model={checkpoint}", "num_replicas=3", "cpus_per_replica=0.1")
+    with serving(log, *words) as served, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")
+        Config.initialize("")  # Ray read the mode when it was imported
+        ray.init(served.address, log_to_driver=False)
+        try:
+            yield Fleet(served.url, served.address)
+        finally:
+            ray.shutdown()
+
+
+WITHOUT_PACKAGE = """
+import json, sys, time
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"flide_engine", "router", "deployments"}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Hidden())
+import ray
+from ray import serve
+
+ray.init(log_to_driver=False)
+engine = serve.get_deployment_handle("Engine", "default").options(_by_reference=False)
+
+def counters():
+    return {c["replica"]: c["answered"] for c in engine.broadcast("counters").results()}
+
+for state in json.load(sys.stdin):
+    time.sleep(float(sys.argv[1]))
+    before = counters()
+    asked = {"state": state, "questions": {"q": {"type": "noul", "instructions": "?"}}}
+    assert 0 <= engine.decide.remote(asked).result()["answers"]["q"]["noul"] <= 1
+    after = counters()
+    print(*[replica for replica in after if after[replica] > before[replica]])
+try:
+    engine.decide.remote({"state": "s", "questions": {}}).result()
+except ValueError:
+    print("ValueError")
+"""
+
+
+def test_a_growing_state_keeps_its_replica(fleet: Fleet, tmp_path: Path) -> None:
+    """By the text alone, through the routers of three processes that do not talk."""
+    owners, states = [], []
+    for seed in range(2):
+        whole = text(STEPS[-1], seed)
+        found = set()
+        for size in STEPS:
+            asked = request(whole[:size])
+            for way in (fleet.over_http, fleet.client.decide, fleet.over_gateway):
+                found.add(fleet.who(lambda way=way, asked=asked: way(asked)))
+        assert len(found) == 1
+        owners += [*found] * len(STEPS)
+        states += [whole[:size] for size in STEPS]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PACKAGE, str(PAUSE_S)],
+        input=json.dumps(states),
+        cwd=tmp_path,
+        env={"RAY_ADDRESS": fleet.address, "RAY_AUTH_MODE": "token", "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [*owners, "ValueError"]
+
+
+def test_growth_is_resumed(fleet: Fleet) -> None:
+    """The second step of a state computes less than it has tokens: its checkpoint was there."""
+    whole = text(3000, "growth")
+    fleet.client.decide(request(whole[:2700]))
+    before = fleet.counters()
+    owner = fleet.who(lambda: fleet.over_http(request(whole)))
+    after = fleet.counters()[owner]
+    assert after["tokens_reused"] > before[owner]["tokens_reused"]
+
+
+def test_a_shared_opening_spreads(fleet: Fleet) -> None:
+    """Once eight states have begun alike, further ones go to several replicas."""
+    opening = text(1024, "opening")
+    before = fleet.counters()
+    for seed in range(30):
+        fleet.client.decide(request(opening + text(400, f"behind {seed}")))
+    after = fleet.counters()
+    gained = [after[r]["answered"] - before[r]["answered"] for r in after]
+    assert sum(gained) == 30
+    assert max(gained) <= 24
+    assert sum(count > 0 for count in gained) >= 2
+
+
+def test_a_session_id_pins(fleet: Fleet) -> None:
+    """Whatever the state, over HTTP, by the client and through the Gateway's handle."""
+    for session in ("alpha", "beta", "gamma", "delta"):
+        asked = [request(text(300, f"{session} {i}")) for i in range(3)]
+        found = {
+            fleet.who(lambda a=asked[0], s=session: fleet.over_http(a, s)),
+            fleet.who(lambda a=asked[1], s=session: fleet.client.decide(a, session_id=s)),
+            fleet.who(lambda a=asked[2], s=session: fleet.over_gateway(a, s)),
+        }
+        assert len(found) == 1, session
+
+
+def test_bad_session_ids(fleet: Fleet) -> None:
+    """A 422 with its place, our error, and ValueError for who may not have it."""
+    asked = request("s")
+    answer = fleet.http.post("/v1/systemone", json=asked, headers={"X-Session-Id": "x" * 257})
+    assert answer.status_code == 422
+    assert answer.json()["detail"][0]["loc"] == ["header", "X-Session-Id"]
+    with pytest.raises(InvalidRequest, match="256 printable"):
+        fleet.client.decide(asked, session_id="caf\u00e9")
+    with pytest.raises(ValueError, match="256 printable"):
+        fleet.over_gateway(asked, "x" * 257)
+    with pytest.raises(ValueError, match="256 printable"):
+        fleet.engine.decide.remote(asked, session_id="a\nb").result(timeout_s=60)
+
+
+def test_a_killed_replica_loses_nothing(fleet: Fleet) -> None:
+    """SIGKILL under load, half of it over HTTP: every call is answered, and as before."""
+    asked = [request(text(250 + 20 * i, f"kill {i}")) for i in range(24)]
+    expected = [p(fleet.client.decide(a)) for a in asked]
+    got: list[tuple[int, float]] = []
+    failed: list[BaseException] = []
+    enough = threading.Event()
+
+    def load(way: Callable[[dict[str, Any]], Any], first: int) -> None:
+        turn = first
+        while not enough.is_set():
+            number = turn % len(asked)
+            try:
+                got.append((number, p(way(asked[number]))))
+            except Exception as error:
+                failed.append(error)
+            turn += 5
+
+    ways = [fleet.over_http, fleet.client.decide] * 3
+    threads = [threading.Thread(target=load, args=(w, i)) for i, w in enumerate(ways)]
+    for thread in threads:
+        thread.start()
+    try:
+        victim = max(fleet.counters().values(), key=lambda c: int(c["answered"]))
+        wait_for(lambda: len(got) > 30)
+        os.kill(victim["process"], signal.SIGKILL)
+        at = len(got)
+        wait_for(lambda: len(got) > at + 150)
+    finally:
+        enough.set()
+        for thread in threads:
+            thread.join()
+    assert failed == []
+    assert {number for number, _ in got[at:]} == set(range(len(asked)))
+    assert max(abs(value - expected[number]) for number, value in got) < TOLERANCE
+    assert victim["replica"] not in fleet.counters()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 100.0) -> None:
+    """Returns when it holds; fails if it does not in time."""
+    stopper = threading.Event()
+    for _ in range(int(seconds / 0.02)):
+        if condition():
+            return
+        stopper.wait(0.02)
+    raise AssertionError("waited in vain")

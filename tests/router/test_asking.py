@@ -1,0 +1,155 @@
+"""One decision through a handle: the key, the load that comes back, the retry; over a stand-in."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.serve.exceptions import BackPressureError
+
+from flide_engine import DecisionResponse, Usage
+from flide_engine.errors import (
+    DeadlineExceeded,
+    FlideError,
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+    TooManyTokens,
+)
+from router import boards
+from router.asking import ask, ask_within, plain_error
+from router.routing_key import route_key
+from router.session_id import check_session_id
+
+REQUEST: dict[str, Any] = {"state": "s", "questions": {}}
+GOOD = DecisionResponse(model="m", usage=Usage(input_tokens=1, output_tokens=0), answers={})
+DIED, AWAY = ActorDiedError(), ActorUnavailableError("unreachable", None)
+
+
+class Response:
+    """What a handle gives back."""
+
+    def __init__(self, outcome: object) -> None:
+        self.outcome, self.cancelled = outcome, False
+
+    def result(self, timeout_s: float) -> Any:
+        assert timeout_s >= 0
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome, "replica", (7.0, 5.0, 3.0, 400.0)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def __await__(self) -> Iterator[Any]:
+        yield from asyncio.sleep(60 if self.outcome == "late" else 0).__await__()
+        return self.result(1.0)
+
+
+class Handle:
+    """An engine handle whose calls end as told, one after the other."""
+
+    app_name, deployment_name = "app", "Engine"
+
+    def __init__(self, *outcomes: object) -> None:
+        self.responses = [Response(outcome) for outcome in outcomes]
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.decide_with_load = self
+
+    def remote(self, *args: Any, **kwargs: Any) -> Response:
+        self.calls.append((args, kwargs))
+        return self.responses[len(self.calls) - 1]
+
+
+def asked(handle: Any, way: str, session_id: str = "") -> DecisionResponse:
+    """The answers, with or without an event loop."""
+    if way == "await":
+        return asyncio.run(ask(handle, REQUEST, session_id=session_id))
+    return ask_within(handle, REQUEST, 5.0, session_id)
+
+
+both = pytest.mark.parametrize("way", ["await", "block"])
+
+
+@both
+def test_the_key_goes_along_and_the_load_is_noted(way: str) -> None:
+    """In builtins only; a session id stands in for the state."""
+    boards._shared.clear()
+    handle = Handle(GOOD)
+    assert asked(handle, way, "me") is GOOD
+    (args, kwargs) = handle.calls[0]
+    assert args == (REQUEST,)
+    assert kwargs == {
+        "tenant": "",
+        "session_id": "me",
+        "route": tuple(route_key(REQUEST, "", "me")),
+    }
+    assert type(kwargs["route"]) is tuple
+    board = boards.shared("app", "Engine").board
+    assert (board.wait("replica", 0.0) or 0) > 0
+    assert board.load.tokens_per_ms == 400.0
+
+
+@both
+@pytest.mark.parametrize("death", [DIED, AWAY], ids=["died", "unavailable"])
+def test_a_death_costs_one_retry(way: str, death: Exception) -> None:
+    """The same call again; a second death is NotReady."""
+    handle = Handle(death, GOOD)
+    assert asked(handle, way) is GOOD
+    assert handle.calls[0] == handle.calls[1]
+    with pytest.raises(NotReady, match="2 replicas died"):
+        asked(Handle(death, death), way)
+
+
+@both
+def test_errors_of_ours_come_through_unwrapped(way: str) -> None:
+    """And are not tried again; Serve's refusal is Overloaded; a stranger's error is left alone."""
+    ours = TooManyTokens("the request", 9, 8, "max_request_tokens")
+    for raised, expected in (
+        (RayTaskError("decide", "", ours), TooManyTokens),
+        (BackPressureError(1, 1), Overloaded),
+        (ZeroDivisionError("x"), ZeroDivisionError),
+    ):
+        handle = Handle(raised)
+        with pytest.raises(expected):
+            asked(handle, way)
+        assert len(handle.calls) == 1
+
+
+def test_a_deadline_cancels_the_call() -> None:
+    """Without an event loop by ours, on one by the caller's own."""
+    handle = Handle(TimeoutError())
+    with pytest.raises(DeadlineExceeded):
+        asked(handle, "block")
+    assert handle.responses[0].cancelled
+    late: Any = Handle("late")
+
+    async def impatient() -> None:
+        await asyncio.wait_for(ask(late, REQUEST), 0.05)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(impatient())
+    assert late.responses[0].cancelled
+
+
+@both
+@pytest.mark.parametrize("bad", ["x" * 257, "caf\u00e9", "a\nb", 7, None])
+def test_bad_session_ids_are_refused_before_anything_is_sent(way: str, bad: Any) -> None:
+    """With what is allowed."""
+    handle = Handle()
+    with pytest.raises(InvalidRequest, match="256 printable ASCII"):
+        asked(handle, way, bad)
+    assert handle.calls == []
+    assert check_session_id("~ x") == "~ x"
+
+
+def test_plain_errors() -> None:
+    """Of classes that every process has."""
+    errors: list[tuple[FlideError, type]] = [
+        (TooManyTokens("x", 2, 1, "o"), ValueError),
+        (NotReady("x"), RuntimeError),
+    ]
+    for error, kind in errors:
+        assert type(plain_error(error)) is kind
+        assert str(plain_error(error)) == str(error)
