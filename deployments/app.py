@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from deployments.config import AppArgs
 from deployments.replica import EngineReplica
@@ -74,9 +74,22 @@ def _replicas(args: AppArgs) -> dict[str, Any]:
     if args.num_replicas != "auto":
         return {"num_replicas": args.num_replicas}
     return {
-        "autoscaling_config": {
-            "min_replicas": 1,
-            "max_replicas": args.max_replicas,
-            "target_ongoing_requests": args.agents_per_replica,
-        }
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=args.min_replicas,
+            initial_replicas=max(1, args.min_replicas),
+            max_replicas=args.max_replicas,
+            # deprecated in words, and the only thing that sets how often replicas tell
+            metrics_interval_s=2,
+            look_back_period_s=5,
+            upscale_delay_s=2,
+            downscale_delay_s=args.downscale_delay_s,
+            policy=AutoscalingPolicy(
+                policy_function="deployments.autoscaling.FleetPolicy",
+                policy_kwargs={
+                    "latency_objective_ms": args.latency_objective_ms,
+                    "busy_target": args.busy_target,
+                    "agents_per_replica": args.agents_per_replica,
+                },
+            ),
+        )
     }

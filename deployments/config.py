@@ -18,11 +18,28 @@ class AppArgs(BaseModel):
     num_replicas: int | Literal["auto"] = Field(
         1, description="Engine replicas; auto scales with load."
     )
+    min_replicas: int = Field(
+        1, ge=0, description="Fewest engine replicas when num_replicas is auto; 0: none in silence."
+    )
     max_replicas: int = Field(
         8, gt=0, description="Most engine replicas when num_replicas is auto."
     )
+    latency_objective_ms: float = Field(
+        500.0,
+        gt=0,
+        description="Predicted wait in milliseconds above which auto wants more replicas.",
+    )
+    busy_target: float = Field(
+        0.7, gt=0, le=1, description="Share of a replica's time that auto lets load fill."
+    )
+    downscale_delay_s: float = Field(
+        120.0, ge=0, description="Seconds that auto waits before it takes replicas away."
+    )
     agents_per_replica: int = Field(
-        32, gt=0, description="Requests in flight that one engine replica is meant for."
+        32,
+        gt=0,
+        description="Agents (states asked about within a minute) that one engine replica is meant"
+        " for.",
     )
     gpus_per_replica: float | None = Field(
         None,
@@ -78,6 +95,8 @@ class AppArgs(BaseModel):
 
     @model_validator(mode="after")
     def _values_make_sense(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas {self.min_replicas} exceeds {self.max_replicas} (max)")
         if isinstance(self.num_replicas, int) and self.num_replicas < 1:
             raise ValueError(f"num_replicas {self.num_replicas}; at least 1, or auto")
         for digest in self.key_hashes:

@@ -1,7 +1,7 @@
 """What a replica tells Prometheus, through Ray's metrics (prefix `ray_`).
 
-Each metric is declared once, in `METRICS`; the dashboard and the alert rules in `observability/` use
-these names, which a test holds to a scrape of a running app.
+Each metric is declared once, in `METRICS`; the dashboard and the alert rules in `observability/`
+use these names, which a test holds to a scrape of a running app.
 """
 
 from collections.abc import Mapping

@@ -4,12 +4,15 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
+from deployments.demand import Demand
+from deployments.metrics import ReplicaMetrics
 from flide_engine.api import DecisionRequest, DecisionResponse
 from flide_engine.config import EngineConfig
 from flide_engine.errors import FlideError, NotReady
@@ -25,12 +28,15 @@ log = logging.getLogger("ray.serve")
 class EngineReplica:
     """Deployment `Engine`: enqueues, awaits, and never blocks its event loop."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        """config: fields of EngineConfig."""
+    def __init__(
+        self, config: dict[str, Any], tenant_names: Mapping[str, str] | None = None
+    ) -> None:
+        """config: fields of EngineConfig. tenant_names: what tenants are called in metrics."""
         from flide_engine.engine import Engine  # loads torch, in the replica only
 
         self._engine = Engine(EngineConfig.model_validate(config))
-        self._id, self._receiver = _own_id(), Receiver()
+        self._id, self._receiver, self._demand = _own_id(), Receiver(), Demand()
+        self._metrics = ReplicaMetrics(tenant_names or {})
         self._answered = 0
         log.info("engine %s ready in process %d", self._engine.card.name, os.getpid())
 
@@ -68,9 +74,13 @@ class EngineReplica:
         route: object = None,
         anchor: object = None,
         home: str = "",
+        alone: bool = False,
     ) -> tuple[DecisionResponse, str, tuple[float, ...]]:
-        """As `decide`, for callers with this package: (answers, this replica's id, its load)."""
-        answers = await self._decide(request, tenant, session_id, route, anchor, home)
+        """As `decide`, for callers with this package: (answers, this replica's id, its load).
+
+        alone: the request shares no round, as a replica has died under it.
+        """
+        answers = await self._decide(request, tenant, session_id, route, anchor, home, alone)
         return answers, self._id, tuple(self._load())
 
     async def _decide(
@@ -81,16 +91,22 @@ class EngineReplica:
         route: object,
         anchor: object,
         home: str,
+        alone: bool = False,
     ) -> DecisionResponse:
-        check_session_id(session_id)
-        future = self._engine.submit(request, tenant=tenant, name=session_id)
-        self._received(route, anchor, home)
         try:
-            answers = await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            future.cancel()
+            check_session_id(session_id)
+            future = self._engine.submit(request, tenant=tenant, name=session_id, alone=alone)
+            self._received(route, anchor, home)
+            try:
+                answers = await asyncio.wrap_future(future)
+            except asyncio.CancelledError:
+                future.cancel()
+                raise
+        except BaseException as error:
+            self._metrics.failed(error, tenant)
             raise
         self._answered += 1
+        self._metrics.answered(answers, tenant)
         return answers
 
     def _load(self) -> Load:
@@ -102,10 +118,20 @@ class EngineReplica:
         key = as_key(route)
         if key is not None and isinstance(anchor, int) and 0 <= anchor < 1 << 64:
             self._receiver.received(key, anchor, home == self._id, time.monotonic())
+            self._demand.asked(anchor)
 
     async def record_routing_stats(self) -> dict[str, bytes]:
         """Called by Serve each stats period; every router of the deployment gets the result."""
-        return self._receiver.stats(self._load(), time.monotonic()).encode()
+        load = self._load()
+        self._metrics.sample(self._engine, load.wait_ms / 1000)
+        return self._receiver.stats(load, time.monotonic()).encode()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve where the number of replicas follows the load."""
+        load, counters = self._engine.load(), self._engine.counters()
+        return self._demand.told(
+            counters.busy_seconds, load.wait_ms, load.refused_tokens, load.tokens_per_ms
+        )
 
     async def counters(self) -> dict[str, Any]:
         """Since the start: requests answered, and tokens asked for, found in checkpoints, computed;

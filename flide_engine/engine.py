@@ -35,14 +35,12 @@ from flide_engine.errors import (
     UnknownModel,
     as_faults,
 )
-from flide_engine.executor import Eager, Executor
 from flide_engine.families.base import ModelCard, Rendered
 from flide_engine.families.registry import load_family
-from flide_engine.kernels import REFERENCE, Kernels
+from flide_engine.graphs import executor_for
 from flide_engine.layout.state_shape import StateShape
 from flide_engine.layout.tree import build_forest
 from flide_engine.loop import RoundLoop, fail
-from flide_engine.models.base import DecisionModel
 from flide_engine.models.registry import load_model
 from flide_engine.models.weights import weights_hash
 from flide_engine.resolve import (
@@ -101,7 +99,7 @@ class Engine:
         pool = Pool(model.state_shape, *sizes, dtype, device)
         # compiles now what a round would wait for
         build_forest([np.arange(2, dtype=np.int32) for _ in range(2)])
-        executor = self._executor(model, pool, kernels, device)
+        executor = executor_for(model, pool, kernels, device, config.max_round_tokens)
         self._lock = threading.Lock()
         self._closed = False
         self._rendering = 0
@@ -157,13 +155,15 @@ class Engine:
         tenant: str = "",
         name: str = "",
         batch: bool = False,
+        alone: bool = False,
     ) -> "Future[DecisionResponse]":
         """A future of the answers; cancelling it before its round begins saves the work.
 
         tenant: whose checkpoints it may use and leave. name: what its state goes by (a session, a
         trajectory), to find its checkpoints again. batch: it may wait for rounds with room to
-        spare. Errors of the request come through the future. Raises NotReady if the engine is
-        closed, Overloaded if too many requests wait.
+        spare. alone: it shares no round, as others have failed with it. Errors of the request come
+        through the future. Raises NotReady if the engine is closed, Overloaded if too many
+        requests wait.
         """
         future: Future[DecisionResponse] = Future()
         with self._lock:
@@ -174,8 +174,9 @@ class Engine:
                 retry = self._loop.retry_after_ms()
                 raise Overloaded(waiting, "requests", limit, "max_waiting_requests", retry)
             self._rendering += 1
+        how = (batch, alone)
         asked = self._clock()
-        self._threads.submit(self._render, request, future, timeout, asked, tenant, name, batch)
+        self._threads.submit(self._render, request, future, timeout, asked, tenant, name, how)
         return future
 
     def load(self) -> Load:
@@ -267,15 +268,16 @@ class Engine:
         asked: float,
         tenant: str,
         name: str,
-        batch: bool,
+        how: tuple[bool, bool],
     ) -> None:
+        batch, alone = how
         try:
             if not future.cancelled():
                 rendered = self._prepare(parse_request(request))
                 keys = grain_keys(rendered.prompts[0][: rendered.state_tokens])
                 deadline = None if timeout is None else asked + timeout
                 work = RequestWork(rendered, future, deadline, timeout, tenant, name, keys)
-                work.loaded = self._fetch(work)
+                work.alone, work.loaded = alone, self._fetch(work)
                 work.since = asked
                 work.passed("render", self._clock())
                 self._loop.add(work, batch)
@@ -355,17 +357,6 @@ class Engine:
                 f"max_prompt_tokens {self.config.max_prompt_tokens} exceeds the model's"
                 f" max_position_embeddings {positions}"
             )
-
-    def _executor(
-        self, model: DecisionModel, pool: Pool, kernels: Kernels, device: torch.device
-    ) -> Executor:
-        if device.type == "cpu" or kernels is REFERENCE:
-            return Eager(model, pool.tensors, device)
-        from flide_engine.graphs import Graphs, ladder
-
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        turn = max(1, processors // model.state_shape.kv_heads)
-        return Graphs(model, pool.tensors, ladder(self.config.max_round_tokens, turn))
 
     def _pool_size(
         self, shape: StateShape, dtype: torch.dtype, budget: int | None

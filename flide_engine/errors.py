@@ -119,9 +119,7 @@ class RequestQuarantined(RequestError):
         self.deaths, self.seconds = deaths, seconds
 
     def __str__(self) -> str:
-        return (
-            f"{self.deaths} replicas died under this request; it is refused for {self.seconds} s"
-        )
+        return f"{self.deaths} replicas died under this request; it is refused for {self.seconds} s"
 
 
 class AuthenticationFailed(RequestError):

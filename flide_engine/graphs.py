@@ -13,9 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flide_engine.cache.pool import Pool
 from flide_engine.config import GRAIN
 from flide_engine.device_plan import Capacity, Tables
 from flide_engine.errors import RoundTooLarge
+from flide_engine.executor import Eager, Executor
+from flide_engine.kernels import REFERENCE, Kernels
 from flide_engine.layout.buckets import smallest_bucket
 from flide_engine.layout.plan import RoundPlan
 from flide_engine.layout.stream import Job, lay_out
@@ -163,3 +166,14 @@ class Graphs:
             largest = self.buckets[-1].tables.capacity
             raise RoundTooLarge(plan.num_rows, plan.num_nodes, largest.rows, largest.nodes)
         return bucket.replay(plan, asked)
+
+
+def executor_for(
+    model: DecisionModel, pool: Pool, kernels: Kernels, device: torch.device, most: int
+) -> Executor:
+    """Captured graphs for the GPU kernels, else eager execution. most: rows of a round."""
+    if device.type == "cpu" or kernels is REFERENCE:
+        return Eager(model, pool.tensors, device)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    turn = max(1, processors // model.state_shape.kv_heads)
+    return Graphs(model, pool.tensors, ladder(most, turn))

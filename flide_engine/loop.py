@@ -175,10 +175,11 @@ class RoundLoop:
                 if work.at == 0:
                     self._checkpoints.began(work)
             self._busy_since = self._clock() if works or self._under_way else None
+            works = self._without_company(works)
             begun = self._begin(works) if works else None
             self._collect_under_way()
             self._under_way = begun
-            if not ahead:
+            if not ahead or any(work.alone for work in works):
                 self._collect_under_way()
             self._busy_since = None
             self._checkpoints.copy_some(COPY_BYTES)
@@ -196,6 +197,19 @@ class RoundLoop:
 
     def _plan(self, work: RequestWork) -> None:
         self._checkpoints.plan(work, self._round_tokens)
+
+    def _without_company(self, works: list[RequestWork]) -> list[RequestWork]:
+        """The works, or the one of them that shares no round, with the others back in the queue.
+
+        Such a one may fail with the device: nothing else is under way then.
+        """
+        alone = next((work for work in works if work.alone), None)
+        if alone is None:
+            return works
+        self._collect_under_way()
+        with self._changed:
+            self._scheduler.put_back([w for w in works if w is not alone], front=True)
+        return [alone]
 
     def _begin(self, works: list[RequestWork]) -> Round | None:
         """Begins one round with as much of the work as fits; None if nothing came of it.

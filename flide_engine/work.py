@@ -36,9 +36,9 @@ class RequestWork:
     replays: its pieces; steps: which of them go into one round together, `at` the next one; empty
     until it is planned. anchors: checkpoints held between pieces, by the piece that took them.
     values: by read. seen: version of the index it was planned with, limit: tokens of a piece it
-    was planned with. loaded: a checkpoint of its state that was found on disk, until it is planned.
-    kept: checkpoints it left. reused: tokens that the checkpoint it began from saved. times:
-    seconds by stage so far; since: when the present one began.
+    was planned with. alone: it shares no round. loaded: a checkpoint of its state that was found on
+    disk, until it is planned. kept: checkpoints it left. reused: tokens that its checkpoint saved.
+    times: seconds by stage so far; since: when the present one began.
     """
 
     rendered: Rendered
@@ -57,6 +57,7 @@ class RequestWork:
     values: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     seen: int = -1
     limit: int = 0
+    alone: bool = False
     loaded: Loaded | None = None
     reused: int = 0
     times: dict[str, float] = field(default_factory=dict)

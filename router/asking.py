@@ -11,10 +11,20 @@ from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from flide_engine.api import DecisionRequest, DecisionResponse
-from flide_engine.errors import DeadlineExceeded, FlideError, NotReady, Overloaded, RequestError
+from flide_engine.errors import (
+    DeadlineExceeded,
+    EngineStopped,
+    FlideError,
+    Overloaded,
+    RequestError,
+)
 from router.boards import shared
+from router.quarantine import DEATHS, Quarantine
 from router.routing_key import route_key
 from router.session_id import check_session_id
+
+_quarantine = Quarantine()
+"""What this process refuses; a request must cost two replicas in one call to get there."""
 
 
 class Call:
@@ -23,7 +33,7 @@ class Call:
     Decisions change nothing, so asking twice is safe. Raises InvalidRequest for a bad session id.
     """
 
-    TRIES = 2
+    TRIES = DEATHS
 
     def __init__(
         self,
@@ -33,6 +43,7 @@ class Call:
         session_id: str = "",
     ) -> None:
         check_session_id(session_id)
+        _quarantine.check(request)
         # a tuple of builtins: the class would be pickled by value with each call
         route = tuple(route_key(request, tenant, session_id))
         self._more = {"tenant": tenant, "session_id": session_id, "route": route}
@@ -40,7 +51,8 @@ class Call:
 
     def send(self) -> DeploymentResponse:
         """A try."""
-        return self._handle.decide_with_load.remote(self._request, **self._more)
+        more = self._more if not self._deaths else {**self._more, "alone": True}
+        return self._handle.decide_with_load.remote(self._request, **more)
 
     def answer(self, told: tuple[DecisionResponse, str, tuple[float, ...]]) -> DecisionResponse:
         """The answers of what a replica returned; its load is noted for this process's routers."""
@@ -53,11 +65,12 @@ class Call:
         """Returns if another try may help; otherwise raises the error of ours in what was raised by
         a try.
         """
-        if not isinstance(error, RayActorError):
-            raise own_error(error) from None
+        ours = own_error(error)
+        if not isinstance(ours, (RayActorError, EngineStopped)):
+            raise ours from None
         self._deaths += 1
         if self._deaths == self.TRIES:
-            raise NotReady(f"{self.TRIES} replicas died under this request") from None
+            raise _quarantine.put(self._request) from None
 
 
 async def ask(

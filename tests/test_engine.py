@@ -215,6 +215,24 @@ def test_a_round_that_does_not_end_is_noticed(
         engine.close()
 
 
+def test_one_who_asks_alone_shares_no_round(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those beside it run, too, in another round."""
+    gate = Gate(engine, monkeypatch)
+    first = engine.submit(ask())
+    gate.wait_for_rounds(1)
+    waiting = [engine.submit(ask(f"state {i}"), alone=i == 1) for i in range(3)]
+    for _ in range(200):
+        if engine._loop.waiting == 3:
+            break
+        time.sleep(0.005)
+    gate.open.set()
+    for future in (first, *waiting):
+        assert future.result(10).answers
+    assert sorted(gate.rounds) == [1, 1, 2]
+
+
 def test_those_who_leave_are_not_run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancelled and late requests never reach a round, and cancelling a running one is harmless."""
     gate = Gate(engine, monkeypatch)

@@ -10,8 +10,11 @@ from ray.serve.config import RequestRouterConfig
 
 from deployments.app import build
 from deployments.config import AppArgs
+from deployments.demand import Demand
 from deployments.replica import EngineReplica
 from flide_engine import DecisionRequest, DecisionResponse, Noul, Usage
+from flide_engine.cache.pool import Accounting
+from flide_engine.checkpoints import Counters
 from flide_engine.errors import InvalidRequest, Overloaded
 from router.policy import Load, decode
 from router.routing_key import route_key
@@ -42,11 +45,17 @@ class FakeEngine:
         return future
 
     def counters(self) -> SimpleNamespace:
-        return SimpleNamespace(asked=3, reused=2, computed=1)
+        return Counters(asked=3, reused=2, computed=1, rounds=4, busy_seconds=0.5)
+
+    def accounting(self) -> Accounting:
+        return Accounting(100, 40, 50, 10)
+
+    def checkpoint_counts(self) -> dict[str, int]:
+        return {"device": 2}
 
     def load(self) -> SimpleNamespace:
         return SimpleNamespace(
-            wait_ms=4.0, mean_wait_ms=3.0, step_ms=2.0, tokens_per_ms=1.0, more=0
+            wait_ms=4.0, mean_wait_ms=3.0, step_ms=2.0, tokens_per_ms=1.0, refused_tokens=0
         )
 
     def close(self) -> None:
@@ -74,8 +83,8 @@ def test_typed_for_typed_and_plain_for_plain(replica: EngineReplica) -> None:
     assert asyncio.run(replica.decide(TYPED, "tenant", "session")) is GOOD
     assert asyncio.run(replica.decide(PLAIN)) == GOOD.model_dump()
     first, second = engine_of(replica).submitted
-    assert first == {"tenant": "tenant", "name": "session"}
-    assert second == {"tenant": "", "name": ""}
+    assert first == {"tenant": "tenant", "name": "session", "alone": False}
+    assert second == {"tenant": "", "name": "", "alone": False}
     with pytest.raises(InvalidRequest):
         asyncio.run(replica.decide(TYPED, session_id="x" * 257))
     with pytest.raises(ValueError, match="256 printable"):
@@ -153,3 +162,31 @@ def test_the_router_is_on_unless_turned_off() -> None:
     assert router_of(num_replicas="auto", max_replicas=80).request_routing_stats_period_s == 4.0
     assert router_of(routing_stats_period_s="0.5").request_routing_stats_period_s == 0.5
     assert router_of(state_routing="false").is_default_request_router()
+
+
+def test_what_the_autoscaler_is_told(replica: EngineReplica) -> None:
+    """Numbers by name, as Serve takes them; a state asked about is an agent."""
+    key = tuple(route_key({"state": "s"}))
+    asyncio.run(replica.decide(TYPED, route=key, anchor=7, home="me"))
+    told = asyncio.run(replica.record_autoscaling_stats())
+    assert set(told) == {"busy", "wait_ms", "agents", "refused"}
+    assert all(isinstance(value, float) for value in told.values())
+    assert told["agents"] == 1.0
+    assert told["wait_ms"] == 4.0
+
+
+def test_demand_is_of_the_last_period() -> None:
+    """Busy time and refusals since the last telling; agents for a minute."""
+    now = 0.0
+    demand = Demand(clock=lambda: now)
+    demand.asked(1)
+    now = 10.0
+    assert demand.told(5.0, 0.0, 0.0, 100.0)["busy"] == 0.5
+    demand.asked(2)
+    now = 20.0
+    told = demand.told(15.0, 1.0, 1_000_000.0, 100.0)
+    assert told == {"busy": 1.0, "wait_ms": 1.0, "agents": 2.0, "refused": 1.0}
+    now = 65.0
+    assert demand.told(15.0, 1.0, 1_000_000.0, 100.0) == {
+        "busy": 0.0, "wait_ms": 1.0, "agents": 1.0, "refused": 0.0,
+    }  # fmt: skip

@@ -11,20 +11,24 @@ from ray.serve.exceptions import BackPressureError
 from flide_engine import DecisionResponse, Usage
 from flide_engine.errors import (
     DeadlineExceeded,
+    EngineStopped,
     FlideError,
     InvalidRequest,
     NotReady,
     Overloaded,
+    RequestQuarantined,
     TooManyTokens,
 )
-from router import boards
+from router import asking, boards
 from router.asking import ask, ask_within, plain_error
+from router.quarantine import Quarantine
 from router.routing_key import route_key
 from router.session_id import check_session_id
 
 REQUEST: dict[str, Any] = {"state": "s", "questions": {}}
 GOOD = DecisionResponse(model="m", usage=Usage(input_tokens=1, output_tokens=0), answers={})
 DIED, AWAY = ActorDiedError(), ActorUnavailableError("unreachable", None)
+STOPPED = RayTaskError("decide", "", EngineStopped("CUDA error"))
 
 
 class Response:
@@ -92,14 +96,19 @@ def test_the_key_goes_along_and_the_load_is_noted(way: str) -> None:
 
 
 @both
-@pytest.mark.parametrize("death", [DIED, AWAY], ids=["died", "unavailable"])
-def test_a_death_costs_one_retry(way: str, death: Exception) -> None:
-    """The same call again; a second death is NotReady."""
+@pytest.mark.parametrize("death", [DIED, AWAY, STOPPED], ids=["died", "unavailable", "stopped"])
+def test_a_death_costs_one_retry(
+    way: str, death: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same call again, alone in its round; a second death, and it is refused from then on."""
+    monkeypatch.setattr(asking, "_quarantine", Quarantine())
     handle = Handle(death, GOOD)
     assert asked(handle, way) is GOOD
-    assert handle.calls[0] == handle.calls[1]
-    with pytest.raises(NotReady, match="2 replicas died"):
-        asked(Handle(death, death), way)
+    (first, again) = (kwargs for _, kwargs in handle.calls)
+    assert again == {**first, "alone": True}
+    for replies in ((death, death), (GOOD,)):
+        with pytest.raises(RequestQuarantined, match="2 replicas died"):
+            asked(Handle(*replies), way)
 
 
 @both
