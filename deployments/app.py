@@ -44,7 +44,7 @@ def build(args: AppArgs) -> Application:
         max_ongoing_requests=1000,
         ray_actor_options={"num_cpus": 0.1},
     )(Gateway)
-    bound = engine.bind(args.engine.model_dump())
+    bound = engine.bind(args.engine.model_dump(), args.names_by_key)
     app: Application = gateway.bind(bound, args.key_hashes, args.max_body_bytes)
     return app
 

@@ -78,6 +78,11 @@ class AppArgs(BaseModel):
         description="SHA-256 hashes of API keys, in hex, comma separated; empty: no key needed.",
     )
 
+    tenant_names: str = Field(
+        "",
+        description='Names of keys in metrics: name=hash, comma separated; other keys are "other".',
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _gather_engine_options(cls, data: Any) -> Any:
@@ -104,7 +109,21 @@ class AppArgs(BaseModel):
                 raise ValueError(
                     "api_key_sha256 takes SHA-256 hashes of keys in lower-case hex, not keys"
                 )
+        _ = self.names_by_key  # raises for what cannot be meant
         return self
+
+    @property
+    def names_by_key(self) -> dict[str, str]:
+        """What tenants are called in metrics, by the hash of their key. Raises ValueError."""
+        found = {}
+        for pair in filter(None, (p.strip() for p in self.tenant_names.split(","))):
+            name, separator, digest = pair.partition("=")
+            if not separator or not name or digest not in self.key_hashes:
+                raise ValueError(
+                    f"tenant_names has {pair!r}; name=hash is expected, of a key in api_key_sha256"
+                )
+            found[digest] = name
+        return found
 
     @property
     def stats_period_s(self) -> float:

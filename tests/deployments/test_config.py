@@ -1,0 +1,42 @@
+"""Arguments of an app: what belongs together, and what is refused with its reason."""
+
+import hashlib
+
+import pytest
+from pydantic import ValidationError
+
+from deployments.config import AppArgs
+
+KEY = hashlib.sha256(b"k").hexdigest()
+
+
+def test_engine_options_stand_beside_the_app_s() -> None:
+    """As `serve run` passes them."""
+    args = AppArgs.model_validate({"max_round_tokens": 512, "num_replicas": "auto"})
+    assert args.engine.max_round_tokens == 512
+    assert args.stats_period_s == 2.0
+    assert AppArgs(max_replicas=1000, num_replicas="auto").stats_period_s == 50.0
+
+
+def test_tenants_have_names_in_metrics() -> None:
+    """By the hash of a key that is configured."""
+    args = AppArgs(api_key_sha256=KEY, tenant_names=f" acme={KEY} ")
+    assert args.names_by_key == {KEY: "acme"}
+    assert AppArgs().names_by_key == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tenant_names": f"acme={KEY}"}, "of a key in api_key_sha256"),
+        ({"api_key_sha256": KEY, "tenant_names": "acme"}, "name=hash is expected"),
+        ({"api_key_sha256": "secret"}, "takes SHA-256"),
+        ({"num_replicas": 0}, "num_replicas 0; at least 1, or auto"),
+        ({"min_replicas": 9, "max_replicas": 3}, "min_replicas 9 exceeds 3"),
+        ({"unknown": 1}, "Extra inputs"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options: dict[str, object], message: str) -> None:
+    """At start, naming the option."""
+    with pytest.raises(ValidationError, match=message):
+        AppArgs.model_validate(options)
