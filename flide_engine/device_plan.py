@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flide_engine.kernels.stream import StreamTasks, StreamTensors
+from flide_engine.layout.buckets import ROWS_A_PROMPT
 from flide_engine.layout.plan import RoundPlan
 from flide_engine.layout.tasks import (
     count_chunks,
@@ -52,7 +53,7 @@ class Capacity:
     @classmethod
     def of(cls, rows: int, tile: int, history: int, turn: int = 1, levels: int = 2) -> "Capacity":
         """Of a bucket: room for many short branches, and for `history` grains of pages."""
-        nodes = rows // 12 + 72
+        nodes = rows // ROWS_A_PROMPT + 72
         return cls(
             rows=rows,
             nodes=nodes,

@@ -33,8 +33,7 @@ from flide_engine.work import RequestWork
 log = logging.getLogger(__name__)
 
 COPY_BYTES = 64 << 20
-"""Bytes of checkpoints whose copy off the device is begun after each round: about 1 ms of a PCIe
-link."""
+"""Bytes of checkpoints whose copy off the device is begun after each round."""
 
 
 @dataclass(frozen=True)

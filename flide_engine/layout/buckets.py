@@ -20,6 +20,10 @@ def smallest_bucket(tokens: int, buckets: Sequence[int]) -> int:
     return buckets[at]
 
 
+ROWS_A_PROMPT = 12
+"""Rows of a bucket that come with room for one node; shorter branches fill it by their number."""
+
+
 @dataclass(frozen=True)
 class Replay:
     """One piece of a request that goes into one round.
@@ -31,7 +35,8 @@ class Replay:
     stop: where its checkpoint is taken, a multiple of the grain, with nothing read; None: it runs
     every
         prompt to its end and reads it.
-    tokens: rows it takes in a stream.
+    tokens: rows it takes in a stream; more where its branches are so short that their number
+        counts.
     forest: of its prompts from `start` on; None with a stop.
     """
 
@@ -57,7 +62,7 @@ def cut_replays(prompts: Sequence[Tokens], limit: int, start: int = 0) -> list[R
     def cut(group: list[int], start: int, resumes: int) -> None:
         texts = [prompts[i] for i in group]
         forest = build_forest(texts, start)
-        tokens = forest.num_tokens
+        tokens = max(forest.num_tokens, ROWS_A_PROMPT * len(group))
         if tokens <= limit:
             pieces.append(Replay(tuple(group), start, resumes, None, tokens, forest))
             return
@@ -87,7 +92,8 @@ def _pack(
     packed: list[list[int]] = []
     room = 0
     for root in roots:
-        tokens = build_forest([prompts[i] for i in root], start).num_tokens
+        rows = build_forest([prompts[i] for i in root], start).num_tokens
+        tokens = max(rows, ROWS_A_PROMPT * len(root))
         if packed and tokens <= room:
             packed[-1] += root
             room -= tokens

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flide_engine.layout.buckets import cut_replays, smallest_bucket
+from flide_engine.device_plan import Capacity
+from flide_engine.layout.buckets import ROWS_A_PROMPT, cut_replays, smallest_bucket
 from flide_engine.layout.tree import build_forest
 
 
@@ -50,7 +51,8 @@ def test_pieces_fit_and_cover_every_prompt_once(
                 (prompts[before.prompts[0]][: piece.start] == t[: piece.start]).all() for t in texts
             )
         if piece.stop is None:
-            assert piece.tokens == build_forest(texts, piece.start).num_tokens
+            rows = build_forest(texts, piece.start).num_tokens
+            assert piece.tokens == max(rows, ROWS_A_PROMPT * len(texts))
             ended += piece.prompts
         else:
             assert piece.stop % 64 == 0
@@ -72,6 +74,25 @@ def test_a_long_state_is_computed_once() -> None:
     pieces = cut_replays(prompts, 1024)
     branch_pieces = sum(piece.stop is None for piece in pieces)
     assert sum(piece.tokens for piece in pieces) <= whole + 63 * branch_pieces
+
+
+def test_pieces_of_many_short_branches_fit_a_bucket_by_their_number() -> None:
+    """1,024 questions of four tokens about a long state: the nodes of each piece fit, too."""
+    rng = np.random.default_rng(0)
+    state = rng.integers(0, 50, 9000)
+    prompts = [
+        np.concatenate([state, [100 + i], rng.integers(0, 50, 3)]).astype(np.int32)
+        for i in range(1024)
+    ]
+    room = Capacity.of(8192, 32, 8192)
+    pieces = cut_replays(prompts, 8192)
+    ends = [piece for piece in pieces if piece.stop is None]
+    for piece in ends:
+        forest = build_forest([prompts[p] for p in piece.prompts], piece.start)
+        assert len(forest.nodes) <= room.nodes
+        assert forest.num_tokens <= room.rows
+    assert sum(len(piece.prompts) for piece in ends) == 1024
+    assert len(ends) > 1
 
 
 def test_a_limit_under_two_grains_is_refused() -> None:
