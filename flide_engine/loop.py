@@ -170,11 +170,11 @@ class RoundLoop:
             taken += works
             for work in gone:
                 self._end(work, DeadlineExceeded(work.timeout or 0.0))
+            self._busy_since = self._clock() if works or self._under_way else None
+            works = self._without_company(self._planned(works))
             for work in works:
                 if work.at == 0:
                     self._checkpoints.began(work)
-            self._busy_since = self._clock() if works or self._under_way else None
-            works = self._without_company(works)
             begun = self._begin(works) if works else None
             self._collect_under_way()
             self._under_way = begun
@@ -195,7 +195,19 @@ class RoundLoop:
         return self._scheduler.next_round(self._clock(), self._plan)
 
     def _plan(self, work: RequestWork) -> None:
-        self._checkpoints.plan(work, self._round_tokens)
+        """Plans work; what goes wrong with one is its own."""
+        try:
+            self._checkpoints.plan(work, self._round_tokens)
+        except Exception as error:
+            log.exception("a request cannot be planned")
+            work.fault = RoundFailed(f"{type(error).__name__}: {error}")
+
+    def _planned(self, works: list[RequestWork]) -> list[RequestWork]:
+        """The works that could be planned; the others are over."""
+        for work in works:
+            if work.fault is not None:
+                self._end(work, work.fault)
+        return [work for work in works if work.fault is None]
 
     def _without_company(self, works: list[RequestWork]) -> list[RequestWork]:
         """The works, or the one of them that shares no round, with the others back in the queue.

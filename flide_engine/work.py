@@ -11,6 +11,7 @@ from flide_engine.api import DecisionResponse
 from flide_engine.cache.disk import Loaded
 from flide_engine.cache.index import Checkpoint
 from flide_engine.config import GRAIN
+from flide_engine.errors import EngineError
 from flide_engine.families.base import Rendered
 from flide_engine.layout.buckets import Replay, cut_replays
 from flide_engine.layout.plan import Anchor
@@ -36,9 +37,10 @@ class RequestWork:
     replays: its pieces; steps: which of them go into one round together, `at` the next one; empty
     until it is planned. anchors: checkpoints held between pieces, by the piece that took them.
     values: by read. seen: version of the index it was planned with, limit: tokens of a piece it
-    was planned with. alone: it shares no round. loaded: a checkpoint of its state that was found on
-    disk, until it is planned. kept: checkpoints it left. reused: tokens that its checkpoint saved.
-    times: seconds by stage so far; since: when the present one began.
+    was planned with. alone: it shares no round. fault: why it cannot be planned. loaded: a
+    checkpoint of its state that was found on disk, until it is planned. kept: checkpoints it left.
+    reused: tokens that its checkpoint saved. times: seconds by stage so far; since: when the
+    present one began.
     """
 
     rendered: Rendered
@@ -58,6 +60,7 @@ class RequestWork:
     seen: int = -1
     limit: int = 0
     alone: bool = False
+    fault: EngineError | None = None
     loaded: Loaded | None = None
     reused: int = 0
     times: dict[str, float] = field(default_factory=dict)

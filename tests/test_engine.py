@@ -174,6 +174,26 @@ def test_a_failing_round_is_retried_request_by_request(
     assert engine.is_alive()
 
 
+def test_one_that_cannot_be_planned_fails_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of the checkpoints in one request's planning is that request's."""
+    plan = engine._checkpoints.plan
+
+    def faulty(work: Any, limit: int) -> None:
+        if work.name == "bad":
+            raise KeyError("injected")
+        plan(work, limit)
+
+    monkeypatch.setattr(engine._checkpoints, "plan", faulty)
+    futures = [engine.submit(ask(f"state {name}"), name=name) for name in ("a", "bad", "b")]
+    with pytest.raises(RoundFailed, match="KeyError: 'injected'"):
+        futures[1].result(10)
+    assert futures[0].result(10).answers
+    assert futures[2].result(10).answers
+    assert engine.is_alive()
+
+
 def test_a_device_that_fails_ends_the_engine(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
