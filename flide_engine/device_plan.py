@@ -45,13 +45,12 @@ class Capacity:
     reads: int
     pages: int
     writes: int
-    levels: int
     passed: int
     labels: int
     turn: int = 1
 
     @classmethod
-    def of(cls, rows: int, tile: int, history: int, turn: int = 1, levels: int = 2) -> "Capacity":
+    def of(cls, rows: int, tile: int, history: int, turn: int = 1) -> "Capacity":
         """Of a bucket: room for many short branches, and for `history` grains of pages."""
         nodes = rows // ROWS_A_PROMPT + 72
         return cls(
@@ -63,14 +62,13 @@ class Capacity:
             reads=nodes,
             pages=rows // 64 + nodes + history,
             writes=rows // 64 + nodes,
-            levels=levels,
             passed=rows // 64 + 2 * nodes,
             labels=4 * rows + 1024,
             turn=turn,
         )
 
     @classmethod
-    def exactly(cls, plan: RoundPlan, tile: int, turn: int = 1, stages: int = 0) -> "Capacity":
+    def exactly(cls, plan: RoundPlan, tile: int, turn: int = 1) -> "Capacity":
         """Of one plan."""
         n = plan.num_nodes
         return cls(
@@ -82,7 +80,6 @@ class Capacity:
             reads=max(1, len(plan.read_rows)),
             pages=max(1, len(plan.pages)),
             writes=max(1, len(plan.write_pages)),
-            levels=len(plan.level_ends),
             passed=len(plan.tokens) // 64 + 2 * n + len(plan.store_nodes),
             labels=256,
             turn=turn,
@@ -105,14 +102,13 @@ class Capacity:
             "label_reads": (self.labels,),
             "label_rows": (self.labels,),
             "counts": (8,),
-            "level_scans": (self.levels + 1,),
             "row_nodes": (self.rows,),
             "row_taps": (self.rows, 3),
             "chunk_rows": (self.chunks, 64),
             "chunk_skips": (self.chunks,),
             "chunk_slots": (self.chunks,),
             "chunk_sources": (self.chunks,),
-            "scans": (n, 4),
+            "scans": (n, 6),
             "resumed": (n, 2),
             "tile_queries": (a, self.tile),
             "tile_nodes": (a, 2),
@@ -158,8 +154,8 @@ class Tables:
 
     def fill(self, plan: RoundPlan, asked: Asked) -> bool:
         """Writes a plan and its work lists on the host. False if the bucket is too small for it."""
-        most, levels = self.capacity, len(plan.level_ends)
-        if plan.num_rows > most.rows or levels > most.levels or plan.num_nodes > most.nodes:
+        most = self.capacity
+        if plan.num_rows > most.rows or plan.num_nodes > most.nodes:
             return False
         chunks = count_chunks(plan.cu_seqlens, plan.starts)
         # a node's last chunk passes no state on but for a store, a node resumes from one slot
@@ -186,8 +182,8 @@ class Tables:
         reads = self._tiles("read_tile_", plan, plan.read_rows)
         if tiles < 0 or reads < 0:
             return False
-        resumed = self._chunks(plan)
-        host["counts"][:5] = chunks, tiles, reads, len(plan.write_pages), resumed
+        scans, resumed = self._chunks(plan)
+        host["counts"][:6] = chunks, tiles, reads, len(plan.write_pages), resumed, scans
         return True
 
     def _tiles(self, prefix: str, plan: RoundPlan, rows: Ints) -> int:
@@ -200,17 +196,16 @@ class Tables:
             *lists,
         )  # fmt: skip
 
-    def _chunks(self, plan: RoundPlan) -> int:
-        """Writes chunks and scans: how many states are resumed from."""
+    def _chunks(self, plan: RoundPlan) -> tuple[int, int]:
+        """Writes chunks and scans: how many scans there are, and states that are resumed from."""
         host, firsts = self.host, np.empty(plan.num_nodes + 1, np.int32)
         write_chunks(
             plan.cu_seqlens, plan.starts, plan.chain_rows,
             host["chunk_rows"], host["chunk_skips"], firsts,
         )  # fmt: skip
         return write_scans(
-            plan.starts, plan.initial_slots, plan.level_ends, stores_of(plan), firsts,
-            host["chunk_slots"], host["chunk_sources"], host["scans"], host["level_scans"],
-            host["resumed"],
+            plan.starts, plan.initial_slots, stores_of(plan), firsts,
+            host["chunk_slots"], host["chunk_sources"], host["scans"], host["resumed"],
         )  # fmt: skip
 
     def upload(self) -> None:

@@ -1,7 +1,7 @@
 """CUDA graphs of whole forward passes, one a bucket of stream lengths, captured at start.
 
 A replay costs one copy of the round's tables, one launch, and one copy of the logits back. Which
-tree it runs is in the tables; the graph only fixes the most rows, nodes and levels.
+tree it runs is in the tables; the graph only fixes the most rows and nodes.
 """
 
 import logging
@@ -22,7 +22,7 @@ from flide_engine.kernels import REFERENCE, Kernels
 from flide_engine.layout.buckets import smallest_bucket
 from flide_engine.layout.plan import RoundPlan
 from flide_engine.layout.stream import Job, lay_out
-from flide_engine.layout.tree import MAX_DEPTH, build_forest
+from flide_engine.layout.tree import build_forest
 from flide_engine.models.base import DecisionModel, StateTensors
 from flide_engine.readout import Asked, Floats
 
@@ -83,7 +83,9 @@ class Bucket:
         self._turn ^= 1
         host, count = self._host[self._turn], len(asked.reads)
         host[:count].copy_(self.logits[:count], non_blocking=True)
-        hidden = self.hidden[: len(plan.read_rows)].float() if asked.vectors else None
+        hidden = None
+        if asked.vectors:  # a copy in any case: the next replay writes where these are
+            hidden = self.hidden[: len(plan.read_rows)].to(torch.float32, copy=True)
         return Replay(host, count, hidden)
 
 
@@ -92,13 +94,6 @@ LADDER = (
     4096, 4864, 5632, 6400, 7296, 8192, 10240, 12288, 14336, 16384,
 )  # fmt: skip
 """Rows of the buckets: products take whole tiles of 128 rows, so rungs between them gain little."""
-
-LEVELS, MANY_LEVELS, LONG_ROWS = (1, 2), MAX_DEPTH, 2560
-"""Dependency levels that a bucket is captured with. Up to LONG_ROWS rows: a request alone, or a
-state and its questions; an empty level would cost too much. Above, all that a tree may have."""
-
-DEEP_ROWS = (1024,)
-"""Short buckets that are captured with MANY_LEVELS too: an opening, a state, grouped questions."""
 
 SMALL_TILE, TILE, SMALL_ROWS = 16, 32, 1024
 """Query rows of an attention tile in buckets of up to SMALL_ROWS rows, and in larger ones: small
@@ -114,11 +109,7 @@ def ladder(most: int, turn: int) -> list[Capacity]:
     turn: attention tiles that run at once.
     """
     rungs = [r for r in LADDER if r < most] + [most]
-    every = [(r, n) for r in rungs if r < LONG_ROWS for n in LEVELS]
-    every += [(r, MANY_LEVELS) for r in rungs if r >= LONG_ROWS or r in DEEP_ROWS or r == most]
-    return [
-        Capacity.of(r, SMALL_TILE if r <= SMALL_ROWS else TILE, HISTORY, turn, n) for r, n in every
-    ]
+    return [Capacity.of(r, SMALL_TILE if r <= SMALL_ROWS else TILE, HISTORY, turn) for r in rungs]
 
 
 class Graphs:
@@ -143,7 +134,7 @@ class Graphs:
         example, _ = lay_out([Job(build_forest([text]))]).bind(nothing, nothing)
         self.buckets: list[Bucket] = []
         pool = None
-        for capacity in sorted(capacities, key=lambda c: (c.rows, c.levels), reverse=True):
+        for capacity in sorted(capacities, key=lambda c: c.rows, reverse=True):
             self.buckets.insert(0, Bucket(model, state, capacity, example, pool))
             pool = pool or self.buckets[0].graph.pool()
         self._lengths = sorted({c.rows for c in capacities})

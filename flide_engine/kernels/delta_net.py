@@ -1,5 +1,5 @@
-"""Gated delta net in Triton: `delta_net_ref` in two launches for rows and chunks, one a level for
-the chains of states, and one for all outputs.
+"""Gated delta net in Triton: `delta_net_ref` in two launches for rows and chunks, one for the
+chains of states, and one for all outputs.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 from flide_engine.kernels.delta_net_prep import conv_kernel, prep_kernel
 from flide_engine.kernels.delta_net_ref import DeltaNetShape, DeltaNetWeights
 from flide_engine.kernels.delta_net_scan import output_kernel, state_kernel
-from flide_engine.kernels.stream import CHUNKS, RESUMED, StreamTensors
+from flide_engine.kernels.stream import CHUNKS, RESUMED, SCANS, StreamTensors
 
 CHUNK = 64
 
@@ -65,6 +65,8 @@ def delta_net(
     u, decay = new(chunks, hv, dv, CHUNK), new(chunks, hv, dtype=torch.float32)
     total = new(chunks, hv, CHUNK, dtype=torch.float32)
     passed = new(tasks.passed_states, hv, dv, dk)
+    block, part = min(tuning.block_v, dv), min(tuning.prep_part, dk, dv)
+    progress = new(1 + len(tasks.scans) * hv * dv // block, dtype=torch.int32)
     out = new(len(projected), hv * dv)
     heads = {"HV": hv, "DK": dk, "DV": dv, "product": "ieee" if kind == torch.float32 else "tf32"}
     conv_kernel[(-(-len(projected) // tuning.conv_rows), 2 * hk + hv * dv // dk)](
@@ -76,16 +78,14 @@ def delta_net(
     prep_kernel[(tuning.programs,)](
         mixed, projected, projected.stride(0), conv_state, weights.A_log, weights.dt_bias,
         tasks.chunk_rows, tasks.chunk_slots, recurrent_state, tasks.resumed, tasks.counts,
-        k, w, u, total, decay, passed,
-        HK=hk, **heads, BD=min(tuning.prep_part, dk, dv), count_at=CHUNKS, resumed_at=RESUMED,
-        num_warps=tuning.prep_warps, num_stages=1,
+        k, w, u, total, decay, passed, progress, HK=hk, **heads, BD=part, BV=block, count_at=CHUNKS,
+        resumed_at=RESUMED, scans_at=SCANS, num_warps=tuning.prep_warps, num_stages=1,
     )  # fmt: skip
-    for level in range(len(tasks.level_scans) - 1):
-        state_kernel[(tuning.programs,)](
-            k, w, u, decay, recurrent_state, passed,
-            tasks.scans, tasks.level_scans, level, tasks.chunk_slots,
-            **heads, BV=min(tuning.block_v, dv), STAGES=tuning.stages, num_warps=4,
-        )  # fmt: skip
+    state_kernel[(tuning.programs,)](
+        k, w, u, decay, recurrent_state, passed,
+        tasks.scans, tasks.chunk_slots, tasks.counts, progress,
+        **heads, BV=block, STAGES=tuning.stages, THREADS=128, count_at=SCANS, num_warps=4,
+    )  # fmt: skip
     output_kernel[(tuning.programs,)](
         mixed, w, u, total, passed,
         projected[:, shape.conv_channels :], projected.stride(0), weights.norm, out, shape.eps,

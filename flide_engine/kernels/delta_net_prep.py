@@ -94,13 +94,19 @@ def _inverse(a, i, precision: tl.constexpr):
 def prep_kernel(
     mixed, stream, stride, slots, a_log, dt_bias,
     chunk_rows, chunk_slots, state, resumed, counts,
-    k_out, w_out, u_out, total_out, decay_out, passed,
+    k_out, w_out, u_out, total_out, decay_out, passed, progress,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
-    count_at: tl.constexpr, resumed_at: tl.constexpr, product: tl.constexpr,
+    BV: tl.constexpr, count_at: tl.constexpr, resumed_at: tl.constexpr, scans_at: tl.constexpr,
+    product: tl.constexpr,
 ):  # fmt: skip
     """See above. Outputs [C, HV, 64, DK] kd, w; [C, HV, DV, 64] u transposed; float32 [C, HV, 64]
     G in base 2 and [C, HV] decay. Of `passed` the states that the round resumes from, rounded.
+    progress: zeros for `state_kernel`, whose slices of dv are BV wide.
     """
+    marks = 1 + tl.load(counts + scans_at) * (HV * DV // BV)
+    for low in range(tl.program_id(0) * 256, marks, tl.num_programs(0) * 256):
+        mark = low + tl.arange(0, 256)
+        tl.store(progress + mark, tl.zeros([256], tl.int32), mask=mark < marks)
     channels: tl.constexpr = 2 * HK * DK + HV * DV
     ratio: tl.constexpr = HV // HK
     kind = k_out.dtype.element_ty

@@ -8,6 +8,9 @@ It keeps S in registers, transposed, as the left operand of both products. After
 leaves S, rounded, for the next chunk's output, and in float32 in a slot where a checkpoint is
 marked. A node's last chunk is run only if its state is kept.
 
+A chain that starts from a slot of this round waits until its ancestor has stored it. Chains are
+claimed in stream order, ancestors first, so one that waits waits for a program that runs.
+
 The outputs, a program a chunk and value head, all chunks at once:
 
     n = u - w S,  p = lower(q k^T * D),  o = e^G q S + p n,  y = norm(o) * weight * silu(z)
@@ -21,19 +24,30 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def state_kernel(
-    k_in, w_in, u_in, decay_in, state, passed, scans, level_scans, level, chunk_slots,
+    k_in, w_in, u_in, decay_in, state, passed, scans, chunk_slots, counts, progress,
     HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
-    STAGES: tl.constexpr, product: tl.constexpr,
+    STAGES: tl.constexpr, THREADS: tl.constexpr, count_at: tl.constexpr, product: tl.constexpr,
 ):  # fmt: skip
-    """States of one level. passed [P, HV, DV, DK]: written."""
+    """States of all chains. passed [P, HV, DV, DK]: written.
+
+    progress [1 + K * HV * DV / BV], zeros: how many tasks have been claimed, and how often the
+    THREADS of each have stored a state.
+    """
     kind = k_in.dtype.element_ty
     parts: tl.constexpr = DV // BV
-    low = tl.load(level_scans + level)
-    tasks = (tl.load(level_scans + level + 1) - low) * HV * parts
+    tasks = tl.load(counts + count_at) * HV * parts
     j = tl.arange(0, 64)
     dk = tl.arange(0, DK)
-    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        scan = scans + (low + task // (HV * parts)) * 4
+    task = tl.atomic_add(progress, 1, sem="relaxed")
+    while task < tasks:
+        scan = scans + task // (HV * parts) * 6
+        awaited = tl.load(scan + 4)
+        if awaited >= 0:
+            flag = progress + 1 + awaited * HV * parts + task % (HV * parts)
+            needed = tl.load(scan + 5) * THREADS
+            done = tl.atomic_add(flag, 0, sem="acquire")
+            while done < needed:
+                done = tl.atomic_add(flag, 0, sem="acquire")
         hv = task // parts % HV
         dv = (task % parts) * BV + tl.arange(0, BV)
         first = tl.load(scan)
@@ -61,7 +75,10 @@ def state_kernel(
             tl.store(passed + number + dv[:, None] * DK + dk[None, :], s.to(kind))
             if kept >= 0:
                 tl.store(state + (kept * HV + hv) * DK * DV + inner, s)
+                # each thread says so for itself: with a barrier, loads would not run ahead
+                tl.atomic_add(progress + 1 + task + tl.zeros([THREADS], tl.int32), 1, sem="release")
             decay = coming
+        task = tl.atomic_add(progress, 1, sem="relaxed")
 
 
 @triton.jit

@@ -10,7 +10,6 @@ class StreamTasks:
     """Work lists of the GPU kernels (`layout.tasks`), at the capacity of a bucket; int32.
 
     counts [8]: how many of each exist, by the places below.
-    level_scans [L+1]: scans of level l are level_scans[l] .. level_scans[l+1]; empty levels repeat.
     row_nodes [T]: node of each row, -1 for padding. row_taps [T, 3]: the three positions
     before each row's, coded as RoundPlan.chain_rows.
     chunk_*, scans, resumed: see `layout.tasks`. passed_states: room for what the scans pass on.
@@ -20,7 +19,6 @@ class StreamTasks:
     """
 
     counts: Tensor
-    level_scans: Tensor
     row_nodes: Tensor
     row_taps: Tensor
     chunk_rows: Tensor
@@ -40,7 +38,7 @@ class StreamTasks:
     passed_states: int
 
 
-CHUNKS, TILES, READ_TILES, WRITTEN_PAGES, RESUMED = range(5)
+CHUNKS, TILES, READ_TILES, WRITTEN_PAGES, RESUMED, SCANS = range(6)
 """Places in `StreamTasks.counts`."""
 
 

@@ -50,54 +50,55 @@ def write_chunks(
 
 @compiled
 def write_scans(
-    starts: Ints, initial_slots: Ints, level_ends: Ints, stores: Ints, firsts: Ints,
-    slots: Ints, sources: Ints, scans: Ints, level_scans: Ints, resumed: Ints,
-) -> int:  # fmt: skip
-    """The chains of states; returns how many slots of before this round are resumed from.
+    starts: Ints, initial_slots: Ints, stores: Ints, firsts: Ints,
+    slots: Ints, sources: Ints, scans: Ints, resumed: Ints,
+) -> tuple[int, int]:  # fmt: skip
+    """The chains of states; returns how many there are, and how many slots of before this round
+    are resumed from.
 
     stores [M, 3]: node, position and slot of each store. slots [C]: slot the state after a chunk is
     stored in, or -1. sources [C]: number of the state before the chunk among those passed on, or
     -1: zeros.
-    scans [K, 4]: a run of chunks whose states are needed: its first chunk, how many, the slot it
+    scans [K, 6]: a run of chunks whose states are needed: its first chunk, how many, the slot it
     starts from or -1, and the number under which it passes on the state after its first chunk;
-    further ones follow. A node's last chunk is part of it only if its state is stored.
-    level_scans [L + 1]: scans of level l are level_scans[l] .. level_scans[l + 1].
+    further ones follow. A node's last chunk is part of it only if its state is stored. Then the
+    scan before it that stores that slot, or -1, and the how manieth of its stores that is.
     resumed [Q, 2]: slots of before this round that chunks begin with, and their numbers.
     """
     slots[: firsts[-1]] = -1
     for m in range(len(stores)):
         n = stores[m, 0]
         slots[firsts[n] + (stores[m, 1] - starts[n] // GRAIN * GRAIN) // GRAIN - 1] = stores[m, 2]
-    passed, count, level = 0, 0, 0
+    passed, count = 0, 0
     number_of = {-1: -1}
-    level_scans[0] = 0
+    stored_by = {-1: (-1, 0)}
     for n in range(len(starts)):
-        while n >= level_ends[level]:
-            level += 1
-            level_scans[level] = count
         first, chunks = firsts[n], firsts[n + 1] - firsts[n]
         run = chunks if slots[first + chunks - 1] >= 0 else chunks - 1
         if run > 0:
             scans[count, 0], scans[count, 1] = first, run
             scans[count, 2], scans[count, 3] = initial_slots[n], passed
+            before = stored_by.get(initial_slots[n], (-1, 0))
+            scans[count, 4], scans[count, 5] = before
             count += 1
         for i in range(1, chunks):
             sources[first + i] = passed + i - 1
+        stored = 0
         for i in range(run):
             if slots[first + i] >= 0:
+                stored += 1
                 number_of[slots[first + i]] = passed + i
+                stored_by[slots[first + i]] = (count - 1, stored)
         passed += run
-    for at in range(level + 1, len(level_scans)):
-        level_scans[at] = count
-    before = 0
+    resumes = 0
     for n in range(len(starts)):
         slot = initial_slots[n]
         if slot not in number_of:
-            number_of[slot] = passed + before
-            resumed[before, 0], resumed[before, 1] = slot, passed + before
-            before += 1
+            number_of[slot] = passed + resumes
+            resumed[resumes, 0], resumed[resumes, 1] = slot, passed + resumes
+            resumes += 1
         sources[firsts[n]] = number_of[slot]
-    return before
+    return count, resumes
 
 
 @compiled

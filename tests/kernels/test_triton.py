@@ -82,7 +82,7 @@ def both_streams(kind: str) -> tuple[RoundPlan, Tables]:
     slots = np.arange(5, 5 + layout.num_slots, dtype=np.int32)
     plan, _ = layout.bind(pages, slots)
     rows = plan.num_rows + 11
-    tables = Tables(Capacity.of(rows, 8, 64, 3, levels=4 if kind == "long" else 2), DEVICE)
+    tables = Tables(Capacity.of(rows, 8, 64, 3), DEVICE)
     assert tables.fill(plan, Asked.every_vector(len(plan.read_rows)))
     tables.upload()
     return plan, tables

@@ -21,7 +21,7 @@ def lists_of(plan: RoundPlan, tile: int = 4) -> SimpleNamespace:
     for array in tables.host.values():
         array.fill(-77)
     assert tables.fill(plan, Asked.every_vector(len(plan.read_rows)))
-    chunks, tiles, reads, _, resumed = tables.host["counts"][:5].tolist()
+    chunks, tiles, reads, _, resumed, scans = tables.host["counts"][:6].tolist()
     lists = {k: v.copy() for k, v in tables.host.items()}
     for name, array in lists.items():
         if name.startswith("chunk_"):
@@ -30,7 +30,7 @@ def lists_of(plan: RoundPlan, tile: int = 4) -> SimpleNamespace:
             lists[name] = array[:tiles]
         elif name.startswith("read_tile_"):
             lists[name] = array[:reads]
-    lists["resumed"] = lists["resumed"][:resumed]
+    lists["resumed"], lists["scans"] = lists["resumed"][:resumed], lists["scans"][:scans]
     return SimpleNamespace(**lists)
 
 
@@ -81,7 +81,7 @@ def state_before(plan: RoundPlan, node: int, at: int) -> list[int]:
 def test_every_chunk_is_handed_the_state_after_the_chunk_before(
     trees: list[Forest],
 ) -> None:
-    """Run as the kernels do, level by level: what a chunk is handed spells its chain."""
+    """Run as the kernels do, ancestors first: what a chunk is handed spells its chain."""
     plan = plan_of([Job(t) for t in trees], "token")
     follow(plan, lists_of(plan))
 
@@ -92,17 +92,16 @@ def follow(plan: RoundPlan, tasks: SimpleNamespace) -> None:
     handed: dict[int, list[int]] = {-1: []}
     for slot, number in tasks.resumed.tolist():
         slots[slot] = handed[number] = [-2 - slot]  # from before the round
-    for level in range(len(tasks.level_scans) - 1):
-        low, high = tasks.level_scans[level : level + 2].tolist()
-        found: dict[int, list[int]] = {}
-        for first, count, slot, number in tasks.scans[low:high].tolist():
-            state = slots[slot]
-            for i in range(count):
-                rows = [r for r in tasks.chunk_rows[first + i].tolist() if r >= 0]
-                state = handed[number + i] = state + rows
-                if tasks.chunk_slots[first + i] >= 0:
-                    found[int(tasks.chunk_slots[first + i])] = state
-        slots |= found
+    stored: dict[int, tuple[int, int]] = {}
+    for at, (first, count, slot, number, *awaited) in enumerate(tasks.scans.tolist()):
+        assert tuple(awaited) == stored.get(slot, (-1, 0))
+        state, kept_here = slots[slot], 0
+        for i in range(count):
+            rows = [r for r in tasks.chunk_rows[first + i].tolist() if r >= 0]
+            state = handed[number + i] = state + rows
+            if (kept := int(tasks.chunk_slots[first + i])) >= 0:
+                kept_here += 1
+                slots[kept], stored[kept] = state, (at, kept_here)
     for c, source in enumerate(tasks.chunk_sources.tolist()):
         node, at = place_of(plan, tasks, c)
         assert handed[source] == state_before(plan, node, at)
