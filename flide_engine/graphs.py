@@ -35,16 +35,36 @@ CUDA = torch.device("cuda")
 class Replay:
     """A replayed round; its logits are on their way to the host."""
 
-    def __init__(self, logits: Tensor, count: int, hidden: Tensor | None) -> None:
-        self._logits, self._count, self._hidden = logits, count, hidden
-        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._done.record()
+    def __init__(self, done: torch.cuda.Event, logits: Floats, hidden: Tensor | None) -> None:
+        """logits: where they will be, on the host, once `done`."""
+        self._done, self._logits, self._hidden = done, logits, hidden
+        done.record()
 
     def wait(self) -> tuple[Floats, Floats | None]:
         """See Pending."""
         self._done.synchronize()
         hidden = None if self._hidden is None else self._hidden.cpu().numpy()
-        return self._logits[: self._count].numpy().copy(), hidden
+        return self._logits.copy(), hidden
+
+
+class Landing:
+    """Where the logits of every other round of a bucket come to the host."""
+
+    def __init__(self, logits: Tensor) -> None:
+        """logits: of the bucket, on the device."""
+        self._device = logits
+        self._host = torch.empty(logits.shape, dtype=torch.float32, pin_memory=True)
+        self._values: Floats = self._host.numpy()
+        self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._parts: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def bring(self, count: int) -> Floats:
+        """Begins to copy the first `count`, and returns where they will be."""
+        parts = self._parts.get(count)
+        if parts is None:  # a slice of a tensor costs as much as the copy
+            parts = self._parts[count] = self._host[:count], self._device[:count]
+        parts[0].copy_(parts[1], non_blocking=True)
+        return self._values[:count]
 
 
 class Bucket:
@@ -67,26 +87,23 @@ class Bucket:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool):
             self.hidden, self.logits = self._forward(model, state)
-        shape = (2, capacity.labels)
-        self._host = torch.empty(shape, dtype=torch.float32, pin_memory=True)
-        self._turn = 0
+        self._landings = [Landing(self.logits) for _ in range(2)]
 
     def _forward(self, model: DecisionModel, state: StateTensors) -> tuple[Tensor, Tensor]:
         hidden = model.forward(self.tables.stream, state)
         return hidden, model.label_logits(hidden, self.tables.label_reads, self.tables.label_rows)
 
-    @torch.inference_mode()
     def replay(self, plan: RoundPlan, asked: Asked) -> Replay:
         """Runs what the tables hold: this plan."""
         self.tables.upload()
         self.graph.replay()
-        self._turn ^= 1
-        host, count = self._host[self._turn], len(asked.reads)
-        host[:count].copy_(self.logits[:count], non_blocking=True)
+        self._landings.reverse()
+        landing = self._landings[0]
+        logits = landing.bring(len(asked.reads))
         hidden = None
         if asked.vectors:  # a copy in any case: the next replay writes where these are
             hidden = self.hidden[: len(plan.read_rows)].to(torch.float32, copy=True)
-        return Replay(host, count, hidden)
+        return Replay(landing.done, logits, hidden)
 
 
 LADDER = (
@@ -120,7 +137,6 @@ class Graphs:
 
     runs_ahead = True
 
-    @torch.inference_mode()
     def __init__(
         self, model: DecisionModel, state: StateTensors, capacities: Sequence[Capacity]
     ) -> None:
@@ -149,7 +165,6 @@ class Graphs:
         """The smallest bucket that holds a plan, filled with it; None if none does."""
         return next((b for b in self.buckets if b.tables.fill(plan, asked)), None)
 
-    @torch.inference_mode()
     def start(self, plan: RoundPlan, asked: Asked) -> Replay:
         """See Executor."""
         bucket = self.fill(plan, asked)

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from flide_engine.cache.pool import Accounting, Pool
+from flide_engine.config import GRAIN
 from flide_engine.executor import Executor, Pending
-from flide_engine.layout.plan import Anchor, Ints
+from flide_engine.layout.plan import Anchor, Ints, Mark
 from flide_engine.layout.stream import Fork, Job, lay_out
+from flide_engine.layout.tree import build_forest
 from flide_engine.readout import Asked
 
 
@@ -31,6 +33,7 @@ class Runner:
 
     def __init__(self, executor: Executor, pool: Pool, fork: Fork) -> None:
         self.executor, self.fork, self._pool = executor, fork, pool
+        _compile_loops()
 
     def start(self, jobs: Sequence[Job], asked: Asked) -> Started:
         """Begins one round. The checkpoints of its marks are the caller's to `drop`; all else is
@@ -68,6 +71,12 @@ class Runner:
     def accounting(self) -> Accounting:
         """Bytes of the pool held and in all."""
         return self._pool.accounting()
+
+
+def _compile_loops() -> None:
+    """Lays out a small round, so that no request waits for the compiler."""
+    text, numbers = np.zeros(GRAIN + 1, np.int32), np.zeros(1, np.int32)
+    lay_out([Job(build_forest([text]), marks=(Mark(0, GRAIN),))]).bind(numbers, numbers)
 
 
 def _slot(anchor: Anchor) -> Ints:

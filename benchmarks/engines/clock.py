@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,18 @@ def wall_ms(run: Callable[[], Any]) -> float:
     began = time.perf_counter()
     run()
     return 1000 * (time.perf_counter() - began)
+
+
+def latencies_ms(
+    run: Callable[[Any], Any], requests: Sequence[Any], warm_up_s: float = 0.3
+) -> list[float]:
+    """Milliseconds of each request, one at a time, on a device that is awake: its clock falls while
+    other engines have their turn.
+    """
+    began = time.perf_counter()
+    while time.perf_counter() - began < warm_up_s:
+        run(requests[0])
+    return [wall_ms(partial(run, request)) for request in requests[1:]]
 
 
 def closed_loop(

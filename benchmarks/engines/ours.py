@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.engines.clock import closed_loop, event_ms, wall_ms
+from benchmarks.engines.clock import closed_loop, event_ms, latencies_ms, wall_ms
 from benchmarks.shapes import LABELS, SHAPES, prompts
 from flide_engine.cache.marks import MarkPolicy
 from flide_engine.cache.pool import Pool
@@ -87,9 +87,8 @@ class Ours:
 
     def one(self, work: str, times: int) -> dict[str, Any]:
         """Milliseconds of single requests on the engine's thread, token ids to values."""
-        requests = [rendered(work, seed) for seed in range(times + 2)]
-        spans = [self._loop.call(partial(wall_ms, partial(self._alone, r))) for r in requests]
-        return {"ms": spans[2:]}
+        requests = [rendered(work, seed) for seed in range(times + 1)]
+        return {"ms": self._loop.call(partial(latencies_ms, self._alone, requests))}
 
     def _alone(self, request: Rendered) -> None:
         """A request from plan to values, round after round, as the loop would run it."""
@@ -118,7 +117,6 @@ class Ours:
         """Microseconds of the host's part of a round, by stage."""
         asked = rendered(work, 0)
         forest = build_forest(asked.prompts)
-        layout = lay_out([Job(forest)])
         plan, wanted = self.plan(work)
         bucket = self.graphs.fill(plan, wanted)
         assert bucket is not None
@@ -128,7 +126,7 @@ class Ours:
             "fill": lambda: bucket.tables.fill(plan, wanted),
             "launch": lambda: bucket.replay(plan, wanted),
         }
-        found = {"nodes": len(layout.plan.starts)}
+        found = {"nodes": plan.num_nodes}
         for name, run in stages.items():
             spans = []
             for _ in range(times):

@@ -8,14 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flide_engine.layout.compiled import compiled
-
 Tokens = NDArray[np.int32]
 
-
 MAX_DEPTH = 4
-"""Nodes on a path: an opening, a state, a group of questions, a question. Graphs are captured for
-as many dependency levels."""
+"""Nodes on a path: an opening, a state, a group of questions, a question."""
 
 
 @dataclass(frozen=True)
@@ -61,26 +57,13 @@ class Forest:
 
 def common_prefix(prompts: Sequence[Tokens], start: int, stop: int) -> int:
     """Number of tokens from `start` on, and before `stop`, on which all prompts agree."""
-    first, end = _read_only(prompts[0]), stop
+    first, end = prompts[0], stop
     for other in prompts[1:]:
-        if other is not prompts[0]:
-            end = _agree(first, _read_only(other), start, end)
+        if other is not first:
+            differ = first[start:end] != other[start:end]
+            if len(differ) and differ[at := int(differ.argmax())]:
+                end = start + at
     return end - start
-
-
-def _read_only(tokens: Tokens) -> Tokens:
-    """The same tokens as one type of array: another would be compiled when it is first met."""
-    view = tokens.view()
-    view.setflags(write=False)
-    return view
-
-
-@compiled
-def _agree(first: Tokens, other: Tokens, start: int, stop: int) -> int:
-    for at in range(start, stop):
-        if first[at] != other[at]:
-            return at
-    return stop
 
 
 def group_by_token(prompts: Sequence[Tokens], group: Sequence[int], at: int) -> list[list[int]]:

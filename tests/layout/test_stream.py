@@ -170,7 +170,8 @@ def test_marks_off_the_grain_or_outside_are_refused(position: int) -> None:
 def test_padding_goes_to_the_bucket() -> None:
     """Rows past the tokens belong to no node; a bucket that is too small is refused."""
     job = Job(build_forest([np.arange(1, 11, dtype=np.int32)]))
-    plan = lay_out([job], bucket=16).plan
+    nothing = np.zeros(0, np.int32)
+    plan, _ = lay_out([job], bucket=16).bind(nothing, nothing)
     assert (plan.num_rows, len(plan.tokens), plan.cu_seqlens[-1]) == (10, 16, 10)
     with pytest.raises(ValueError, match="10 rows do not fit a bucket of 8"):
         lay_out([job], bucket=8)
