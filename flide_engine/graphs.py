@@ -145,6 +145,8 @@ class Graphs:
         Warms up with a round that touches no page and no slot.
         """
         began = time.monotonic()
+        # a graph knows addresses only: what it reads must outlive it
+        self._read = model, state
         text = np.arange(min(GRAIN, capacities[0].rows) - 1, dtype=np.int32)
         nothing = np.zeros(0, np.int32)
         example, _ = lay_out([Job(build_forest([text]))]).bind(nothing, nothing)
