@@ -28,6 +28,11 @@ class EngineConfig(BaseModel):
     kernels: Literal["auto", "reference", "triton"] = Field(
         "auto", description="auto: Triton on a GPU, the references on a CPU."
     )
+    deterministic: bool = Field(
+        False,
+        description="Whether every answer is bit for bit what its prompt gives alone; needs the"
+        " Triton kernels.",
+    )
     fork: Literal["token", "grain"] = Field(
         "token",
         description="Where branches start: at their first own token, or at the grain before it.",

@@ -81,7 +81,7 @@ class Engine:
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         self.weights_hash = weights_hash(folder)
-        kernels = resolve_kernels(config.kernels, device)
+        kernels = resolve_kernels(config.kernels, device, config.deterministic)
         model = load_model(folder, dtype, device, kernels)
         threads = resolve_threads(config.compute_threads, device, model.hidden_size)
         if threads is not None:

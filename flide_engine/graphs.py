@@ -114,19 +114,22 @@ LADDER = (
 
 SMALL_TILE, TILE, SMALL_ROWS = 16, 32, 1024
 """Query rows of an attention tile in buckets of up to SMALL_ROWS rows, and in larger ones: small
-ones fill the card with half the rows a program."""
+ones fill the card with half the rows a program. Both give the same bits where a tile times its
+query heads is at least LEAST_PRODUCT rows; below, products take other instructions."""
+
+LEAST_PRODUCT = 64
 
 HISTORY = 8192
 """Grains of earlier rounds that the page lists of one round may name."""
 
 
-def ladder(most: int, turn: int) -> list[Capacity]:
+def ladder(most: int, turn: int, small: int = SMALL_TILE) -> list[Capacity]:
     """Capacities of all buckets up to `most` rows.
 
-    turn: attention tiles that run at once.
+    turn: attention tiles that run at once. small: query rows of a tile in short buckets.
     """
     rungs = [r for r in LADDER if r < most] + [most]
-    return [Capacity.of(r, SMALL_TILE if r <= SMALL_ROWS else TILE, HISTORY, turn) for r in rungs]
+    return [Capacity.of(r, small if r <= SMALL_ROWS else TILE, HISTORY, turn) for r in rungs]
 
 
 class Graphs:
@@ -184,4 +187,5 @@ def executor_for(
         return Eager(model, pool.tensors, device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     turn = max(1, processors // model.state_shape.kv_heads)
-    return Graphs(model, pool.tensors, ladder(most, turn))
+    small = SMALL_TILE if SMALL_TILE * model.query_heads >= LEAST_PRODUCT else TILE
+    return Graphs(model, pool.tensors, ladder(most, turn, small))

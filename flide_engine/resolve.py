@@ -60,15 +60,22 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
 
 
-def resolve_kernels(kernels: str, device: torch.device) -> Kernels:
-    """The operations; auto: Triton on a GPU. Raises ConfigError for Triton without one."""
+def resolve_kernels(kernels: str, device: torch.device, deterministic: bool = False) -> Kernels:
+    """The operations; auto: Triton on a GPU. Raises ConfigError for Triton without one, and for
+    deterministic references.
+    """
     if kernels == "reference" or (kernels == "auto" and device.type == "cpu"):
+        if deterministic:
+            raise ConfigError(
+                "deterministic=True needs the Triton kernels on a GPU: the references hold a"
+                " tolerance, not bits"
+            )
         return REFERENCE
     if device.type == "cpu":
         raise ConfigError("kernels 'triton' are asked for and no GPU is visible")
-    from flide_engine.kernels.triton_kernels import TRITON
+    from flide_engine.kernels.triton_kernels import TRITON, deterministic_kernels
 
-    return TRITON
+    return deterministic_kernels() if deterministic else TRITON
 
 
 WORKSPACE_SHARE, LEAST_WORKSPACE, MOST_WORKSPACE = 0.2, 4 << 30, 24 << 30

@@ -39,6 +39,8 @@ class DecisionModel(Protocol):
     hidden_size: int
     max_positions: int
     state_shape: StateShape
+    query_heads: int
+    """Query heads of one key head, in the attention layers."""
 
     def forward(self, stream: StreamTensors, state: StateTensors) -> Tensor:
         """Final-norm hidden vectors of `stream.read_rows`: [R, H] in the activation dtype.

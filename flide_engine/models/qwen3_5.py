@@ -221,6 +221,7 @@ class Qwen35:
         self.max_positions = config.max_position_embeddings
         self.state_shape = config.state_shape()
         self.attention, self.delta_net = config.attention_shape(), config.delta_net_shape()
+        self.query_heads = config.num_attention_heads // config.num_key_value_heads
         self.embedding = weights["embed_tokens.weight"]
         self.output_head = (
             self.embedding if config.tie_word_embeddings else weights["lm_head.weight"]
