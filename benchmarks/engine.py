@@ -1,87 +1,98 @@
 """Engines side by side on one GPU: `python -m benchmarks.engine 0.8B --peer FOLDER`.
 
 Each engine is a process of its own (`benchmarks.engines`); they take turns, workload by workload,
-several times over, so that all see the same card at the same time of day. Random weights, random
-token ids. Writes benchmarks/results/engine.json; `python -m benchmarks.tables` draws it.
+several times over, so that all see the same card at the same time of day. The same random weights
+for all, random token ids. `--ablations` adds our engine without one of its parts at a time. Writes
+benchmarks/results/engine.json; `python -m benchmarks.tables` draws it.
 """
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines.protocol import MARK
-from benchmarks.results_file import Row, stamp, write
+from benchmarks.results_file import RESULTS, Row, stamp, write
 from benchmarks.shapes import SHAPES, WORKLOADS, tokens_of
+from benchmarks.weights import weights_folder
+from benchmarks.worker import Worker, started
 
 CLOSED = ("race1", "race_all", "quality_all")
+ABLATIONS = ("no_fork", "no_graphs", "padded")
+ABLATED = ("race1", "race_all", "multirc", "quality_all", "short36x9")
+ABLATED_TIMES = 5
 SAME = ("engine", "shape", "mode", "work", "loop", "clients")
 
 
-class Worker:
-    """One engine's process."""
+@dataclass(frozen=True)
+class Side:
+    """One column of the comparison. mode: of the row; asked: what each command says besides.
 
-    def __init__(self, name: str, shape: str, path: list[str]) -> None:
-        """path: folders before everything else on the engine's path."""
-        self.name = name
-        paths = [*path, *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.engines", name, shape],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        )  # fmt: skip
+    works: what it is measured on. times: single requests a pass, at most.
+    """
 
-    def answer(self) -> dict[str, Any]:
-        """The next answer; an error if the engine has ended."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                found: dict[str, Any] = json.loads(line.removeprefix(MARK))
-                return found
-        return {"error": "the engine has ended"}
+    worker: Worker
+    engine: str
+    mode: str
+    asked: dict[str, Any]
+    works: Sequence[str]
+    times: int
 
     def do(self, what: str, **arguments: Any) -> dict[str, Any]:
         """One command's answer."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            return {"error": "the engine has ended"}
-        return self.answer()
+        return self.worker.do(what, **arguments, **self.asked)
+
+    @property
+    def head(self) -> Row:
+        """Beginning of its rows."""
+        return {"engine": self.engine, "mode": self.mode}
 
 
-def latencies(worker: Worker, work: str, times: int) -> tuple[list[float], dict[str, Any]]:
+def sides_of(workers: Sequence[Worker], works: Sequence[str], times: int) -> list[Side]:
+    """What is compared: every worker, and every ablation of the one that has them."""
+    found = []
+    for worker in workers:
+        if worker.name != "ablations":
+            found.append(Side(worker, worker.name, worker.mode, {}, works, times))
+            continue
+        some = [work for work in works if work in ABLATED]
+        for mode in ABLATIONS:
+            most = min(times, ABLATED_TIMES)
+            found.append(Side(worker, "ours", mode, {"mode": mode}, some, most))
+    return found
+
+
+def latencies(side: Side, work: str, times: int) -> tuple[list[float], dict[str, Any]]:
     """(milliseconds of single requests, what is known of the GPU's share)."""
-    if worker.name == "floor":
-        return [], worker.do("replay", work=work, times=times)
-    return worker.do("one", work=work, times=times).get("ms", []), worker.do(
-        "replay", work=work, times=times
-    )
+    if side.engine == "floor":
+        return [], side.do("replay", work=work, times=times)
+    spans = side.do("one", work=work, times=min(times, side.times)).get("ms", [])
+    return spans, {} if side.asked else side.do("replay", work=work, times=times)
 
 
-def measure(workers: list[Worker], shape: str, passes: int, times: int) -> list[Row]:
+def measure(
+    sides: Sequence[Side], works: Sequence[str], shape: str, passes: int, times: int
+) -> list[Row]:
     """One request at a time, engines in turn."""
     rows: list[Row] = []
-    for work in WORKLOADS:
-        spans: dict[str, list[float]] = {w.name: [] for w in workers}
-        replays: dict[str, list[float]] = {w.name: [] for w in workers}
+    for work in works:
+        here = [side for side in sides if work in side.works]
+        spans: list[list[float]] = [[] for _ in here]
+        replays: list[list[float]] = [[] for _ in here]
         for _ in range(passes):
-            for worker in workers:
-                found, replay = latencies(worker, work, times)
-                spans[worker.name] += found
+            for i, side in enumerate(here):
+                found, replay = latencies(side, work, times)
+                spans[i] += found
                 if replay.get("ms") is not None:
-                    replays[worker.name].append(replay["ms"])
-        for worker in workers:
-            row: Row = {"engine": worker.name, "shape": shape, "mode": "default", "work": work}
+                    replays[i].append(replay["ms"])
+        for i, side in enumerate(here):
+            row: Row = {**side.head, "shape": shape, "work": work}
             row |= {"loop": "single", "clients": 1, "tokens": tokens_of(work)}
-            if replays[worker.name]:
-                row["replay_ms"] = round(statistics.median(replays[worker.name]), 3)
-            if ordered := sorted(spans[worker.name]):
+            if replays[i]:
+                row["replay_ms"] = round(statistics.median(replays[i]), 3)
+            if ordered := sorted(spans[i]):
                 row["p50_ms"] = round(statistics.median(ordered), 3)
                 row["p90_ms"] = round(ordered[int(0.9 * len(ordered))], 3)
                 row["p99_ms"] = round(ordered[int(0.99 * len(ordered))], 3)
@@ -92,17 +103,17 @@ def measure(workers: list[Worker], shape: str, passes: int, times: int) -> list[
 
 
 def measure_loops(
-    workers: list[Worker], shape: str, clients: list[int], seconds: float
+    sides: Sequence[Side], works: Sequence[str], shape: str, clients: list[int], seconds: float
 ) -> list[Row]:
     """Closed loops, engines in turn."""
     rows: list[Row] = []
-    for work in CLOSED:
+    for work in (work for work in works if work in CLOSED):
         for count in clients:
-            for worker in workers:
-                if worker.name == "floor":
+            for side in sides:
+                if side.engine == "floor" or work not in side.works:
                     continue
-                found = worker.do("closed", work=work, clients=count, seconds=seconds)
-                row: Row = {"engine": worker.name, "shape": shape, "mode": "default", "work": work}
+                found = side.do("closed", work=work, clients=count, seconds=seconds)
+                row: Row = {**side.head, "shape": shape, "work": work}
                 row |= {"loop": "closed", "clients": count, **found}
                 if "rps" in found:
                     row["tok_per_s"] = round(found["rps"] * tokens_of(work))
@@ -111,32 +122,53 @@ def measure_loops(
     return rows
 
 
-def main() -> None:
-    """Measures one shape."""
+def parsed() -> argparse.Namespace:
+    """Arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--peer", type=Path, help="folder with flide 0.1.4 and fla 0.5.2")
+    parser.add_argument("--works", nargs="*", default=list(WORKLOADS), choices=WORKLOADS)
+    parser.add_argument("--modes", nargs="*", default=["default"], help="of ours and flide")
+    parser.add_argument("--ablations", action="store_true")
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--times", type=int, default=15, help="single requests a pass")
     parser.add_argument("--clients", type=int, nargs="*", default=[16, 64])
     parser.add_argument("--seconds", type=float, default=4)
+    parser.add_argument("--pool-gib", type=float, default=24)
     parser.add_argument("--profile", nargs="*", default=[], metavar="WORK")
     parser.add_argument("--host", nargs="*", default=[], metavar="WORK")
     parser.add_argument("--check", nargs="*", default=[], metavar="WORK")
-    args = parser.parse_args()
-    workers = [Worker(name, args.shape, []) for name in ("floor", "ours")]
+    parser.add_argument("--weights", type=Path, help="folder for weights")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measures one shape."""
+    args = parsed()
+    weights = str(weights_folder(args.shape, args.weights))
+    ours = {"weights": weights, "pool_gib": args.pool_gib, "config": {"dtype": "bfloat16"}}
+    workers = [Worker("floor", args.shape, [])]
+    workers += [Worker("ours", args.shape, [], mode, **ours) for mode in args.modes]
+    if args.ablations:
+        pool = min(8, args.pool_gib)
+        workers.append(Worker("ablations", args.shape, [], weights=weights, pool_gib=pool))
     if args.peer:
-        workers.append(Worker("flide", args.shape, [str(args.peer)]))
+        peer = [str(args.peer)]
+        workers += [Worker("flide", args.shape, peer, m, weights=weights) for m in args.modes]
+    workers = started(workers)
+    for worker in (w for w in workers if w.name == "ours"):
+        for what, works in (("check", args.check), ("host", args.host), ("profile", args.profile)):
+            extra = {"check": {"most": 3}, "host": {"times": 30}, "profile": {}}[what]
+            for work in works:
+                found = worker.do(what, work=work, **extra)
+                print(what, worker.mode, work, json.dumps(found), flush=True)
+    sides = sides_of(workers, args.works, args.times)
+    rows = measure(sides, args.works, args.shape, args.passes, args.times)
+    rows += measure_loops(sides, args.works, args.shape, args.clients, args.seconds)
+    print("written to", write("engine", stamp(rows), SAME, args.out))
     for worker in workers:
-        print(worker.name, worker.answer(), flush=True)
-    ours = workers[1]
-    for what, works in (("check", args.check), ("host", args.host), ("profile", args.profile)):
-        extra = {"check": {"most": 3}, "host": {"times": 30}, "profile": {}}[what]
-        for work in works:
-            print(what, work, json.dumps(ours.do(what, work=work, **extra)), flush=True)
-    rows = measure(workers, args.shape, args.passes, args.times)
-    rows += measure_loops(workers, args.shape, args.clients, args.seconds)
-    print("written to", write("engine", stamp(rows), SAME))
+        worker.stop()
 
 
 if __name__ == "__main__":

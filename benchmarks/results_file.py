@@ -39,9 +39,9 @@ def stamp(rows: Sequence[Mapping[str, str | int | float | None]]) -> list[Row]:
     return [{**head, **row} for row in rows]
 
 
-def write(name: str, rows: Sequence[Row], same: Sequence[str]) -> Path:
+def write(name: str, rows: Sequence[Row], same: Sequence[str], folder: Path = RESULTS) -> Path:
     """Writes `<name>.json`: old rows that agree with a new one in the fields `same` are dropped."""
-    path = RESULTS / f"{name}.json"
+    path = folder / f"{name}.json"
     old: list[Row] = json.loads(path.read_text()) if path.is_file() else []
     new = {tuple(row.get(k) for k in same) for row in rows}
     kept = [row for row in old if tuple(row.get(k) for k in same) not in new]

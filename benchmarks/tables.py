@@ -17,6 +17,9 @@ FILES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
 Rows = list[dict[str, Any]]
 
+HEAD_LINES = 2
+"""Lines of a table without rows."""
+
 
 def _number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
@@ -38,14 +41,15 @@ def tiny_model(rows: Rows) -> list[str]:
 def engine(rows: Rows) -> list[str]:
     """One request at a time on a GPU: milliseconds of each engine and of the floor."""
     lines = [
-        "| shape | workload | products alone | flide 0.1.4, GPU | ours, GPU | ours, p50 |",
-        "|---|---|---:|---:|---:|---:|",
+        "| shape | workload | products alone | flide 0.1.4, GPU | ours, GPU | flide, p50"
+        " | ours, p50 |",
+        "|---|---|---:|---:|---:|---:|---:|",
     ]
     alone = [r for r in rows if r.get("loop") == "single" and r["mode"] == "default"]
     for shape, work in dict.fromkeys((r["shape"], r["work"]) for r in alone):
         of = {r["engine"]: r for r in alone if (r["shape"], r["work"]) == (shape, work)}
         cells = [_number(of.get(e, {}).get("replay_ms"), 2) for e in ("floor", "flide", "ours")]
-        cells.append(_number(of.get("ours", {}).get("p50_ms"), 2))
+        cells += [_number(of.get(e, {}).get("p50_ms"), 2) for e in ("flide", "ours")]
         lines.append(f"| {shape} | {work} | {' | '.join(cells)} |")
     return lines
 
@@ -56,10 +60,88 @@ def engine_loops(rows: Rows) -> list[str]:
         "| shape | workload | clients | engine | requests/s | p50 ms | p99 ms |",
         "|---|---|---:|---|---:|---:|---:|",
     ]
-    for row in (r for r in rows if r.get("loop") == "closed"):
+    for row in (r for r in rows if r.get("loop") == "closed" and r["mode"] == "default"):
         numbers = [_number(row[key], 1) for key in ("rps", "p50_ms", "p99_ms")]
         head = (row["shape"], row["work"], str(row["clients"]), row["engine"])
         lines.append(f"| {' | '.join([*head, *numbers])} |")
+    return lines
+
+
+def engine_ablations(rows: Rows) -> list[str]:
+    """Our engine without one of its parts: medians of single requests, and rates of 64 clients."""
+    modes = {"default": "whole", "no_fork": "no fork", "no_graphs": "no graphs", "padded": "padded"}
+    lines = [
+        f"| shape | workload | measured | {' | '.join(modes.values())} |",
+        f"|---|---|---|{'---:|' * len(modes)}",
+    ]
+    mine = [r for r in rows if r["engine"] == "ours" and r["mode"] in modes]
+    kinds = (("single", 1, "p50_ms", "p50, ms"), ("closed", 64, "rps", "64 clients, requests/s"))
+    for loop, clients, key, measured in kinds:
+        here = [r for r in mine if r.get("loop") == loop and r["clients"] == clients]
+        ablated = [r for r in here if r["mode"] != "default"]
+        for shape, work in dict.fromkeys((r["shape"], r["work"]) for r in ablated):
+            of = {r["mode"]: r.get(key) for r in here if (r["shape"], r["work"]) == (shape, work)}
+            cells = [_number(of.get(mode), 2) for mode in modes]
+            lines.append(f"| {shape} | {work} | {measured} | {' | '.join(cells)} |")
+    return lines
+
+
+def fidelity(rows: Rows) -> list[str]:
+    """Probabilities of each engine against float32."""
+    lines = [
+        "| shape | engine | mode | against | questions | top 1 | TV median | TV p99"
+        " | flips at 0.5 | at 0.8 | at 0.95 |",
+        "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in (r for r in rows if r["work"] == "all"):
+        head = (row["shape"], row["engine"], row["mode"], row["against"], f"{row['compared']:,}")
+        tv = (f"{row['tv_median']:.2g}", f"{row['tv_p99']:.2g}")
+        flips = [str(row[f"flips_{name}"]) for name in ("05", "08", "095")]
+        cells = [*head, f"{row['top1_agreement']:.2%}", *tv, *flips]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def agents(rows: Rows) -> list[str]:
+    """Steps of growing histories."""
+    kinds = {
+        ("agent_step", 1): ("one agent, p50 ms", "p50_ms", 2),
+        ("agent_step", 8): ("8 in one round, p50 ms", "p50_ms", 2),
+        ("agent_loop", 32): ("32 in a closed loop, steps/s", "rps", 1),
+        ("agent_history", 1): ("1,000 tokens of history more, ms", "ms_per_1000", 3),
+        ("agent_bytes", 1): ("left by a step, MB", "bytes_a_step", 1),
+    }
+    engines = [e for e in ("flide", "ours") if any(r["engine"] == e for r in rows)]
+    lines = [f"| shape | measured | {' | '.join(engines)} |", f"|---|---|{'---:|' * len(engines)}"]
+    whole = ("agent_history", "agent_bytes", "agent_loop")
+    mine = [r for r in rows if r["mode"] == "default"]
+    for shape in dict.fromkeys(r["shape"] for r in mine):
+        for (work, clients), (measured, key, digits) in kinds.items():
+            of = {
+                r["engine"]: r[key] / 1e6 if key == "bytes_a_step" else r[key]
+                for r in mine
+                if (r["shape"], r["work"], r["clients"]) == (shape, work, clients)
+                and (work in whole or r["history"] == 8400)
+            }
+            if of:
+                cells = [_number(of.get(engine), digits) for engine in engines]
+                lines.append(f"| {shape} | {measured} | {' | '.join(cells)} |")
+    return lines
+
+
+def kernels(rows: Rows) -> list[str]:
+    """Operations beside their floors, products in one line."""
+    lines = [
+        "| shape | workload | operation | calls | us in all | floor, us | floor / time |",
+        "|---|---|---|---:|---:|---:|---:|",
+    ]
+    whole = [r for r in rows if r["kernel"] == "all" and r["op"] != "card"]
+    for key in dict.fromkeys((r["shape"], r["work"], r["op"]) for r in whole):
+        group = [r for r in whole if (r["shape"], r["work"], r["op"]) == key]
+        spent, floor = (sum(r["calls"] * r.get(k, 0.0) for r in group) for k in ("us", "floor_us"))
+        calls = sum(r["calls"] for r in group)
+        share = _number(floor / spent if floor else None, 2)
+        lines.append(f"| {' | '.join(key)} | {calls} | {spent:,.0f} | {floor:,.0f} | {share} |")
     return lines
 
 
@@ -108,13 +190,17 @@ TABLES: dict[str, Callable[[Rows], list[str]]] = {
     "tiny_model": tiny_model,
     "engine": engine,
     "engine_loops": engine_loops,
+    "engine_ablations": engine_ablations,
     "engine_cpu": engine_cpu,
+    "fidelity": fidelity,
+    "agents": agents,
+    "kernels": kernels,
     "checkpoints": checkpoints,
     "simulation": simulation,
 }
 
 
-FILE_OF = {"engine_loops": "engine", "engine_cpu": "engine"}
+FILE_OF = dict.fromkeys(("engine_loops", "engine_cpu", "engine_ablations"), "engine")
 
 
 def redrawn(text: str) -> str:
@@ -122,8 +208,12 @@ def redrawn(text: str) -> str:
 
     def draw(found: re.Match[str]) -> str:
         name = found[1]
-        rows = json.loads((RESULTS / f"{FILE_OF.get(name, name)}.json").read_text())
-        return "\n".join([f"<!-- results: {name} -->", *TABLES[name](rows), "<!-- end -->"])
+        path = RESULTS / f"{FILE_OF.get(name, name)}.json"
+        rows = json.loads(path.read_text()) if path.is_file() else []
+        lines = TABLES[name](rows)
+        if len(lines) == HEAD_LINES:
+            lines = ["Not measured yet."]
+        return "\n".join([f"<!-- results: {name} -->", *lines, "<!-- end -->"])
 
     return re.sub(r"<!-- results: (\w+) -->.*?<!-- end -->", draw, text, flags=re.DOTALL)
 

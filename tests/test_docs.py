@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from benchmarks.plots import PLOTS, drawn
+from benchmarks.results_file import RESULTS
 from benchmarks.tables import FILES, redrawn
 from deployments.config import AppArgs
 from flide_engine.config import EngineConfig
@@ -51,3 +53,9 @@ def test_tables_are_those_of_the_result_files() -> None:
     """`python -m benchmarks.tables` would change nothing."""
     for path in FILES:
         assert redrawn(path.read_text()) == path.read_text(), path.name
+
+
+def test_plots_are_those_of_the_result_files() -> None:
+    """`python -m benchmarks.plots` would change nothing."""
+    for name in PLOTS:
+        assert drawn(name) == (RESULTS / f"{name}.svg").read_text(), name

@@ -1,19 +1,23 @@
-"""The paper's own release, flide 0.1.4, driven with token ids and random weights."""
+"""The paper's own release, flide 0.1.4, driven with token ids."""
 
-import tempfile
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from flide.formats import register
 from flide.formats.base import Format, Plan, Read
 from flide.formats.next_token import TokenRows
 from flide.runtime.engine import Engine
 from flide.runtime.online import Batcher
 
-from benchmarks.engines.clock import closed_loop, event_ms, latencies_ms
-from benchmarks.shapes import LABELS, SHAPES, WORKLOADS, prompts
+from benchmarks.engines.agents import Agents
+from benchmarks.engines.clock import closed_loop, event_ms, latencies_ms, wall_ms
+from benchmarks.requests import TokenRequest, request
+from benchmarks.shapes import LABELS
 
 
 @register("token-ids")
@@ -35,49 +39,38 @@ class TokenIds(Format):  # type: ignore[misc]
         return request
 
 
-def checkpoint(shape: str) -> str:
-    """A folder with random weights."""
-    rope = {
-        "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
-        "mrope_section": [11, 11, 10], "mrope_interleaved": True,
-    }  # fmt: skip
-    config = {k: v for k, v in SHAPES[shape].items() if k != "architectures"}
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        text = transformers.Qwen3_5TextConfig(**config, rope_parameters=rope)
-        model = transformers.Qwen3_5ForCausalLM(text).to(torch.bfloat16)
-    folder = tempfile.mkdtemp(prefix=f"random-{shape}-")
-    model.save_pretrained(folder)
-    del model
-    torch.cuda.empty_cache()
-    return folder
+def as_plan(asked: TokenRequest) -> Any:
+    """A request's state, and what each question adds."""
+    rests = [prompt[asked.state :].tolist() for prompt in asked.prompts]
+    return Plan(asked.prompts[0][: asked.state].tolist(), rests, (Read("letters"),))
 
 
-def plan_of(work: str, seed: int) -> Any:
-    """One request of a workload: its state, and what each question adds."""
-    texts, state = prompts(work, seed=seed), WORKLOADS[work][0]
-    rests = [text[state:].tolist() for text in texts]
-    return Plan(texts[0][:state].tolist(), rests, (Read("letters"),))
+class Flide(Agents):
+    """Its engine, and its batcher for requests of several clients."""
 
-
-class Flide:
-    """Its engine, and its batcher for closed loops."""
-
-    def __init__(self, shape: str) -> None:
+    def __init__(
+        self, weights: str, invariant: bool, sessions_gib: float, texts: str | None
+    ) -> None:
+        """invariant: its batch-invariant products. sessions_gib: what its checkpoints may take."""
+        self._texts = Path(texts) if texts else None
         self._engine = Engine(
-            checkpoint(shape), format="token-ids", backbone_options={"cuda_graphs": True},
-            capture=4096, session_cache_gb=0.0,
+            weights, format="token-ids", backbone_options={"cuda_graphs": True}, capture=4096,
+            session_cache_gb=sessions_gib, batch_invariant=invariant,
         )  # fmt: skip
         self._batcher = Batcher(self._engine)
 
+    def plan(self, work: str, seed: int, most: int | None = None) -> Any:
+        """A workload's request."""
+        return as_plan(request(work, seed, self._texts, most))
+
     def one(self, work: str, times: int) -> dict[str, Any]:
         """Milliseconds of single requests."""
-        plans = [plan_of(work, seed) for seed in range(times + 1)]
+        plans = [self.plan(work, seed) for seed in range(times + 1)]
         return {"ms": latencies_ms(lambda plan: self._engine.forward([plan], "batch"), plans)}
 
     def replay(self, work: str, times: int) -> dict[str, Any]:
         """Milliseconds of the graph alone; null where it leaves its graphs."""
-        graphs, plan = self._engine.backbone.request_graphs(), plan_of(work, 0)
+        graphs, plan = self._engine.backbone.request_graphs(), self.plan(work, 0)
         item = (plan.prefix, plan.suffixes, None)
         rows = graphs.flat_shape([item])
         if not rows:
@@ -90,10 +83,41 @@ class Flide:
 
     def closed(self, work: str, clients: int, seconds: float) -> dict[str, Any]:
         """A closed loop through its batcher."""
-        plans = [plan_of(work, seed) for seed in range(64)]
+        plans = [self.plan(work, seed) for seed in range(64)]
         return closed_loop(self._batcher.forward, plans, clients, seconds)
 
+    def logits(self, work: str, seeds: list[int], most: int | None = None) -> dict[str, Any]:
+        """By request and question, the logits of LABELS, as requests that come together get them.
 
-def start(shape: str) -> Flide:
-    """See `benchmarks.engines`."""
-    return Flide(shape)
+        most: questions of a request.
+        """
+        futures = [self._batcher.forward(self.plan(work, seed, most)) for seed in seeds]
+        return {"logits": [[reads[0][0] for reads in f.result()[0]] for f in futures]}
+
+    def submit(self, asked: TokenRequest) -> "Future[Any]":
+        """See Agents."""
+        future: Future[Any] = self._batcher.forward(as_plan(asked))
+        return future
+
+    def round_ms(self, requests: Sequence[TokenRequest]) -> float:
+        """See Agents."""
+        plans = [as_plan(asked) for asked in requests]
+        return wall_ms(partial(self._engine.forward, plans, "batch"))
+
+    def forget(self) -> None:
+        """See Agents."""
+        self._engine.sessions.clear()
+
+    def held_bytes(self) -> int:
+        """See Agents."""
+        return int(self._engine.sessions.used)
+
+
+def start(
+    shape: str, mode: str, weights: str, sessions_gib: float = 0.0, texts: str | None = None
+) -> Flide:
+    """See `benchmarks.engines`. mode: default, or deterministic for its batch-invariant products.
+
+    weights: folder. texts: folder of workload files.
+    """
+    return Flide(weights, mode == "deterministic", sessions_gib, texts)

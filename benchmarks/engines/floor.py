@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engines.clock import event_ms
+from benchmarks.engines.clock import captured, event_ms
 from benchmarks.shapes import SHAPES, tokens_of
 
 
@@ -32,13 +32,14 @@ class Floor:
 
     def __init__(self, shape: str) -> None:
         pairs = linears(SHAPES[shape])
-        self._weights = [torch.randn(o, i, device="cuda").bfloat16() * 0.02 for i, o in pairs]
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._weights = [torch.randn(o, i, device=self._device).bfloat16() * 0.02 for i, o in pairs]
 
     def replay(self, work: str, times: int) -> dict[str, Any]:
         """Milliseconds of all products over the workload's tokens."""
         rows = tokens_of(work)
         inputs = {
-            w.shape[1]: torch.randn(rows, w.shape[1], device="cuda").bfloat16()
+            w.shape[1]: torch.randn(rows, w.shape[1], device=self._device).bfloat16()
             for w in self._weights
         }
 
@@ -46,14 +47,10 @@ class Floor:
             for weight in self._weights:
                 torch.mm(inputs[weight.shape[1]], weight.t())
 
-        run()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        graph.replay()
-        return {"ms": statistics.median(event_ms(graph.replay) for _ in range(times))}
+        replay = captured(run)
+        return {"ms": statistics.median(event_ms(replay) for _ in range(times))}
 
 
-def start(shape: str) -> Floor:
-    """See `benchmarks.engines`."""
+def start(shape: str, mode: str) -> Floor:
+    """See `benchmarks.engines`; there is one mode."""
     return Floor(shape)

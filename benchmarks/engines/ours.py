@@ -1,85 +1,73 @@
-"""Our engine's loop, graphs and kernels, driven with token ids and random weights."""
+"""Our engine's loop, graphs and kernels, driven with token ids."""
 
-import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.engines.agents import Agents
 from benchmarks.engines.clock import closed_loop, event_ms, latencies_ms, wall_ms
-from benchmarks.shapes import LABELS, SHAPES, prompts
-from flide_engine.cache.marks import MarkPolicy
+from benchmarks.requests import TokenRequest, request
+from benchmarks.shapes import LABELS
+from flide_engine import Engine, EngineConfig
+from flide_engine.cache.index import grain_keys
 from flide_engine.cache.pool import Pool
-from flide_engine.checkpoints import Checkpoints
 from flide_engine.executor import to_device
 from flide_engine.families.base import Read, Rendered
-from flide_engine.graphs import Graphs, Replay, ladder
+from flide_engine.graphs import Bucket, Graphs
 from flide_engine.kernels import REFERENCE
-from flide_engine.kernels.triton_kernels import TRITON
 from flide_engine.layout.plan import RoundPlan
 from flide_engine.layout.stream import Job, lay_out
 from flide_engine.layout.tree import build_forest
-from flide_engine.loop import RoundLoop
-from flide_engine.models.qwen3_5 import Qwen35, Qwen35Config
+from flide_engine.models.registry import load_model
 from flide_engine.readout import Asked
-from flide_engine.runner import Runner
-from flide_engine.scheduler import Scheduler
 from flide_engine.work import RequestWork
 
-CUDA = torch.device("cuda")
 ROUND = 8192
 
 
-def random_weights(config: Qwen35Config, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Weights whose activations keep their size; A_log and the gated norm are float32."""
-    generator = torch.Generator(CUDA).manual_seed(0)
-    weights = {}
-    for name, shape in config.tensor_shapes().items():
-        kind = torch.float32 if name.endswith(("A_log", "linear_attn.norm.weight")) else dtype
-        scale = 0.02 if len(shape) == 1 else shape[-1] ** -0.5
-        value = torch.randn(shape, generator=generator, device=CUDA) * scale
-        if name.endswith("linear_attn.norm.weight"):
-            value += 1.0
-        elif name.endswith("A_log"):
-            value = torch.rand(shape, generator=generator, device=CUDA) * 3 - 2
-        elif name.endswith("conv1d.weight"):
-            value = torch.randn(shape, generator=generator, device=CUDA) * 0.5
-        elif name == "embed_tokens.weight":
-            value *= shape[-1] ** 0.5
-        weights[name] = value.to(kind)
-    return weights
+def as_rendered(asked: TokenRequest) -> Rendered:
+    """A request, as a family would render it."""
+    reads = tuple(Read(i, LABELS, f"question {i}") for i in range(len(asked.prompts)))
+    longest = max(map(len, asked.prompts))
+    tokens = asked.state + sum(len(p) - asked.state for p in asked.prompts)
+    return Rendered(asked.prompts, reads, tokens, longest, len(asked.prompts), asked.state, None)
 
 
-def rendered(work: str, seed: int) -> Rendered:
-    """One request of a workload, as a family would render it."""
-    texts = prompts(work, seed=seed)
-    reads = tuple(Read(i, LABELS, f"question {i}") for i in range(len(texts)))
-    longest = max(map(len, texts))
-    return Rendered(tuple(texts), reads, longest, longest, len(texts), 0, None)
+class Ours(Agents):
+    """One shape, its engine built as `Engine` builds it and driven with token ids."""
 
+    def __init__(
+        self, weights: str, config: dict[str, Any], pool_gib: float, texts: str | None
+    ) -> None:
+        """config: options of EngineConfig."""
+        self._texts, self.weights = Path(texts) if texts else None, Path(weights)
+        config = {
+            "keep_checkpoints": False,
+            "max_round_tokens": ROUND,
+            "max_queued_tokens": 10**9,
+            "max_queue_ms": 10**9,
+            **config,
+        }
+        pool = int(pool_gib * 2**30)
+        self.engine = Engine(EngineConfig(model=weights, pool_bytes=pool, **config))
+        self._loop, self._checkpoints = self.engine._loop, self.engine._checkpoints
+        self._loop._done = _finish
+        self._scheduler, self.runner = self._loop._scheduler, self._loop._runner
+        self.pool = self.runner._pool
+        self.device = self.pool.tensors.keys.device
 
-class Ours:
-    """One shape."""
-
-    def __init__(self, shape: str) -> None:
-        self.config = Qwen35Config.of(SHAPES[shape])
-        self.model = Qwen35(self.config, random_weights(self.config, torch.bfloat16), TRITON)
-        self.pool = Pool(self.model.state_shape, 2048, 256, torch.bfloat16, CUDA)
-        self.graphs = Graphs(
-            self.model, self.pool.tensors, ladder(ROUND, 132 // self.config.num_key_value_heads)
-        )
-        self.runner = Runner(self.graphs, self.pool, "token")
-        self._checkpoints = Checkpoints(self.pool, MarkPolicy(), False, time.monotonic)
-        self._scheduler: Scheduler[RequestWork] = Scheduler(ROUND, 10**9)
-        self._loop = RoundLoop(
-            self.runner, self._scheduler, self._checkpoints, ROUND, time.monotonic, _finish
-        )
+    def rendered(self, work: str, seed: int, most: int | None = None) -> Rendered:
+        """A workload's request."""
+        return as_rendered(request(work, seed, self._texts, most))
 
     def plan(self, work: str) -> tuple[RoundPlan, Asked]:
         """A workload's round, on pages and slots from 0 up."""
-        asked = rendered(work, 0)
+        asked = self.rendered(work, 0)
         layout = lay_out([Job(build_forest(asked.prompts))])
         pages = np.arange(layout.num_pages, dtype=np.int32)
         plan, _ = layout.bind(pages, np.arange(layout.num_slots, dtype=np.int32))
@@ -87,21 +75,55 @@ class Ours:
 
     def one(self, work: str, times: int) -> dict[str, Any]:
         """Milliseconds of single requests on the engine's thread, token ids to values."""
-        requests = [rendered(work, seed) for seed in range(times + 1)]
-        return {"ms": self._loop.call(partial(latencies_ms, self._alone, requests))}
+        return {"ms": self.groups_ms([[self.rendered(work, seed)] for seed in range(times + 1)])}
 
-    def _alone(self, request: Rendered) -> None:
-        """A request from plan to values, round after round, as the loop would run it."""
-        item = RequestWork(request, Future(), None, None, "", "", [])
-        self._checkpoints.plan(item, ROUND)
-        while not item.is_done:
-            self._loop._collect(self._loop._begin([item]))
-            self._scheduler.drain()  # a request of several rounds goes back to the queue
+    def groups_ms(self, groups: Sequence[Sequence[Rendered]], share: bool = True) -> list[float]:
+        """Milliseconds of all but the first of some groups of requests that begin together, on the
+        engine's thread.
+
+        share: whether they may share what their prompts have in common.
+        """
+        together = partial(self._together, share=share)
+        spans: list[float] = self._loop.call(partial(latencies_ms, together, groups))
+        return spans
+
+    def _together(self, requests: Sequence[Rendered], share: bool = True) -> None:
+        """Requests from plans to values, round after round, as the loop would run them."""
+        waiting = [
+            RequestWork(r, Future(), None, None, "" if share else str(i), "", self._keys(r))
+            for i, r in enumerate(requests)
+        ]
+        for work in waiting:
+            self._checkpoints.plan(work, ROUND)
+            self._checkpoints.began(work)
+        while waiting:
+            taken: list[RequestWork] = []
+            room = ROUND
+            while len(taken) < len(waiting) and waiting[len(taken)].tokens <= room:
+                room -= waiting[len(taken)].tokens
+                taken.append(waiting[len(taken)])
+            self._loop._collect(self._loop._begin(taken))
+            self._scheduler.drain()  # requests of several rounds go back to the queue
+            for work in taken:
+                if work.future.done():
+                    work.future.result()  # raises what went wrong
+            waiting = [work for work in waiting if not work.is_done]
+
+    def _keys(self, asked: Rendered) -> list[bytes]:
+        """What checkpoints are found by, where any are kept."""
+        if not self.engine.config.keep_checkpoints:
+            return []
+        return grain_keys(asked.prompts[0][: asked.state_tokens])
+
+    def bucket(self, plan: RoundPlan, asked: Asked) -> Bucket | None:
+        """The captured graph that runs a plan; None where none does, and on a CPU."""
+        executor = self.runner.executor
+        return executor.fill(plan, asked) if isinstance(executor, Graphs) else None
 
     def replay(self, work: str, times: int) -> dict[str, Any]:
         """Milliseconds of the graph alone; null where the work takes several rounds."""
         plan, asked = self.plan(work)
-        bucket = self.graphs.fill(plan, asked)
+        bucket = self.bucket(plan, asked)
         if bucket is None:
             return {"ms": None}
         bucket.replay(plan, asked).wait()
@@ -110,15 +132,15 @@ class Ours:
 
     def closed(self, work: str, clients: int, seconds: float) -> dict[str, Any]:
         """A closed loop through the engine's loop."""
-        requests = [rendered(work, seed) for seed in range(64)]
-        return closed_loop(self._submit, requests, clients, seconds)
+        requests = [self.rendered(work, seed) for seed in range(64)]
+        return closed_loop(self.submitted, requests, clients, seconds)
 
     def host(self, work: str, times: int) -> dict[str, Any]:
         """Microseconds of the host's part of a round, by stage."""
-        asked = rendered(work, 0)
+        asked = self.rendered(work, 0)
         forest = build_forest(asked.prompts)
         plan, wanted = self.plan(work)
-        bucket = self.graphs.fill(plan, wanted)
+        bucket = self.bucket(plan, wanted)
         assert bucket is not None
         stages: dict[str, Any] = {
             "forest": lambda: build_forest(asked.prompts),
@@ -138,7 +160,7 @@ class Ours:
     def profile(self, work: str) -> dict[str, Any]:
         """Kernels of a replay: (microseconds in all, launches) by name, largest first."""
         plan, asked = self.plan(work)
-        bucket = self.graphs.fill(plan, asked)
+        bucket = self.bucket(plan, asked)
         assert bucket is not None
         bucket.replay(plan, asked).wait()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
@@ -150,27 +172,53 @@ class Ours:
 
     def check(self, work: str, most: int) -> dict[str, Any]:
         """Relative error of hidden vectors against the float32 references on isolated prompts."""
-        texts = rendered(work, 0).prompts
+        texts = self.rendered(work, 0).prompts
         plan, _ = self.plan(work)
-        found: Replay = self.graphs.start(plan, Asked.every_vector(len(texts)))
-        hidden = found.wait()[1]
+        hidden = self.runner.executor.start(plan, Asked.every_vector(len(texts))).wait()[1]
         assert hidden is not None
-        plain = {n: t.float() for n, t in random_weights(self.config, torch.bfloat16).items()}
-        model = Qwen35(self.config, plain, REFERENCE)
-        state = Pool(self.model.state_shape, 2, 2, torch.float32, CUDA).tensors
+        model = load_model(self.weights, torch.float32, self.device, REFERENCE)
+        state = Pool(model.state_shape, 2, 2, torch.float32, self.device).tensors
         errors = []
         for text, row in list(zip(texts, hidden, strict=True))[:most]:
             layout = lay_out([Job(build_forest([text]))])
             nothing = np.zeros(0, np.int32)
-            stream = to_device(layout.bind(nothing, nothing)[0], CUDA)
+            stream = to_device(layout.bind(nothing, nothing)[0], self.device)
             want = model.forward(stream, state)[0].cpu().numpy()
             errors.append(float(np.linalg.norm(row - want) / np.linalg.norm(want)))
         return {"hidden_relative_error": round(max(errors), 5)}
 
-    def _submit(self, request: Rendered) -> "Future[Any]":
+    def logits(self, work: str, seeds: list[int], most: int | None = None) -> dict[str, Any]:
+        """By request and question, the logits of LABELS, as requests that come together get them.
+
+        most: questions of a request.
+        """
+        futures = [self.submitted(self.rendered(work, seed, most)) for seed in seeds]
+        return {"logits": [[row.tolist() for row in f.result()] for f in futures]}
+
+    def submitted(self, asked: Rendered, tenant: str = "") -> "Future[Any]":
+        """A future of a request's values, through the engine's queue."""
         future: Future[Any] = Future()
-        self._loop.add(RequestWork(request, future, None, None, "", "", []))
+        self._loop.add(RequestWork(asked, future, None, None, tenant, "", self._keys(asked)))
         return future
+
+    def submit(self, asked: TokenRequest) -> "Future[Any]":
+        """See Agents."""
+        return self.submitted(as_rendered(asked))
+
+    def round_ms(self, requests: Sequence[TokenRequest]) -> float:
+        """See Agents."""
+        group = [as_rendered(asked) for asked in requests]
+        span: float = self._loop.call(lambda: wall_ms(lambda: self._together(group)))
+        return span
+
+    def forget(self) -> None:
+        """See Agents."""
+        self.engine.drop_checkpoints()
+
+    def held_bytes(self) -> int:
+        """See Agents."""
+        held = self.engine.accounting()
+        return held.page_bytes_held + held.slot_bytes_held
 
 
 def _finish(work: RequestWork) -> None:
@@ -178,6 +226,19 @@ def _finish(work: RequestWork) -> None:
     work.future.set_result(values)
 
 
-def start(shape: str) -> Ours:
-    """See `benchmarks.engines`."""
-    return Ours(shape)
+def start(
+    shape: str,
+    mode: str,
+    weights: str,
+    config: dict[str, Any] | None = None,
+    pool_gib: float = 24,
+    texts: str | None = None,
+) -> Ours:
+    """See `benchmarks.engines`. mode: default, deterministic, or what `config` makes of it.
+
+    weights: folder. config: further options of EngineConfig. texts: folder of workload files.
+    """
+    config = config or {}
+    if mode == "deterministic":
+        config["deterministic"] = True
+    return Ours(weights, config, pool_gib, texts)
