@@ -74,12 +74,12 @@ def tuning_for(rows: int, columns: int, processors: int = 132) -> MatmulTuning:
 def invariant_matmul(
     x: Tensor, weight: Tensor, tuning: MatmulTuning | None = None, programs: int = 132
 ) -> Tensor:
-    """`invariant_matmul_ref` in one launch; x and weight are contiguous, their rows and out's start
-    on 16 bytes.
+    """`invariant_matmul_ref` in one launch; x and weight are contiguous, their rows begin on 16
+    bytes. So do the result's: they are as far apart as that takes.
     """
     rows, width = x.shape
-    columns = len(weight)
-    out = x.new_empty(rows, columns)
+    columns, step = len(weight), 16 // x.element_size()
+    out = x.new_empty(rows, triton.cdiv(columns, step) * step)[:, :columns]
     if not rows:
         return out
     tuning = tuning or tuning_for(rows, columns)
@@ -87,7 +87,8 @@ def invariant_matmul(
     if exact:  # twice the bytes
         tuning = SMALL
     block = tuning.width // 2 if exact else tuning.width
-    _matmul_kernel[(programs,)](
+    tiles = triton.cdiv(rows, tuning.rows) * triton.cdiv(columns, tuning.columns)
+    _matmul_kernel[(min(programs, tiles),)](
         TensorDescriptor.from_tensor(x, [tuning.rows, block]),
         TensorDescriptor.from_tensor(weight, [tuning.columns, block]),
         TensorDescriptor.from_tensor(out, [tuning.rows, tuning.columns]),

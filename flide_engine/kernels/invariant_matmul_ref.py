@@ -14,5 +14,5 @@ def invariant_matmul_ref(x: Tensor, weight: Tensor) -> Tensor:
     """
     rows = len(x)
     padded = F.pad(x, (0, 0, 0, -rows % ROWS))
-    tiles = [F.linear(tile, weight) for tile in padded.split(ROWS)]
+    tiles = [F.linear(tile, weight) for tile in torch.split(padded, ROWS)]
     return torch.cat(tiles)[:rows] if tiles else x.new_empty(0, len(weight))

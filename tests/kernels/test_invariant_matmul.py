@@ -13,8 +13,14 @@ from flide_engine.kernels.invariant_matmul import (
     invariant_matmul,
 )
 from flide_engine.kernels.invariant_matmul_ref import invariant_matmul_ref
-from tests.kernels.test_triton import DEVICE, DTYPES, INTERPRETED, RELATIVE_ERROR, relative_error
-from tests.kernels.test_triton import pytestmark as pytestmark
+from tests.kernels.test_triton import (
+    DEVICE,
+    DTYPES,
+    INTERPRETED,
+    RELATIVE_ERROR,
+    pytestmark,  # noqa: F401
+    relative_error,
+)
 
 WIDTH, COLUMNS = (96, 72) if INTERPRETED else (3584, 1032)
 
