@@ -8,6 +8,7 @@ benchmarks/results/engine.json; `python -m benchmarks.tables` draws it.
 
 import argparse
 import json
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -122,6 +123,28 @@ def measure_loops(
     return rows
 
 
+def cached_kernels() -> int:
+    """Kernels that Triton has compiled on this machine so far."""
+    folder = os.environ.get("TRITON_CACHE_DIR")
+    where = Path(folder) if folder else Path.home() / ".triton" / "cache"
+    return len(list(where.glob("*"))) if where.is_dir() else 0
+
+
+def starts(workers: Sequence[Worker], shape: str, cached: int) -> list[Row]:
+    """Seconds from importing an engine to its first request, all starting beside each other."""
+    rows: list[Row] = [
+        {
+            "engine": w.name, "mode": w.mode, "shape": shape, "work": "start", "loop": "start",
+            "start_s": w.start_s, "cached_kernels": cached,
+        }
+        for w in workers
+        if w.name in {"ours", "flide"}
+    ]  # fmt: skip
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    return rows
+
+
 def parsed() -> argparse.Namespace:
     """Arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -146,7 +169,7 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     """Measures one shape."""
     args = parsed()
-    weights = str(weights_folder(args.shape, args.weights))
+    weights, cached = str(weights_folder(args.shape, args.weights)), cached_kernels()
     ours = {"weights": weights, "pool_gib": args.pool_gib, "config": {"dtype": "bfloat16"}}
     workers = [Worker("floor", args.shape, [])]
     workers += [Worker("ours", args.shape, [], mode, **ours) for mode in args.modes]
@@ -164,7 +187,8 @@ def main() -> None:
                 found = worker.do(what, work=work, **extra)
                 print(what, worker.mode, work, json.dumps(found), flush=True)
     sides = sides_of(workers, args.works, args.times)
-    rows = measure(sides, args.works, args.shape, args.passes, args.times)
+    rows = starts(workers, args.shape, cached)
+    rows += measure(sides, args.works, args.shape, args.passes, args.times)
     rows += measure_loops(sides, args.works, args.shape, args.clients, args.seconds)
     print("written to", write("engine", stamp(rows), SAME, args.out))
     for worker in workers:

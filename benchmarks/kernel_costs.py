@@ -201,6 +201,7 @@ OPERATIONS: dict[str, Callable[[Arguments, Round], Cost]] = {
 """By name in `Kernels`."""
 
 KERNELS: dict[str, Callable[[Arguments, Round], Cost]] = {
+    "_matmul_kernel": linear,
     "_add_rms_norm_kernel": add_rms_norm,
     "_swiglu_kernel": swiglu,
     "_project_kernel": project_kernel,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.engines.clock import captured, event_ms
-from benchmarks.engines.ours import Ours
+from benchmarks.engines.ours import Ours, start
 from benchmarks.kernel_costs import KERNELS, OPERATIONS, Cost, Round
 from benchmarks.results_file import RESULTS, Row, stamp, write
 from benchmarks.shapes import SHAPES, WORKLOADS
@@ -89,7 +89,8 @@ def recorded(ours: Ours, work: str, device: torch.device) -> tuple[list[Calls], 
         reads, rows = torch.from_numpy(asked.reads), torch.from_numpy(asked.rows)
     else:
         raise SystemExit(f"{work} takes several rounds")
-    model = load_model(ours.weights, torch.bfloat16, device, resolve_kernels("auto", device))
+    kernels = resolve_kernels("auto", device, ours.engine.config.deterministic)
+    model = load_model(ours.weights, torch.bfloat16, device, kernels)
     found: dict[tuple[str, str], Calls] = {}
     model.ops = recording(model.ops, found)  # type: ignore[attr-defined]
     hidden = model.forward(stream, ours.pool.tensors)
@@ -181,25 +182,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--works", nargs="*", default=WORKS, choices=WORKLOADS)
+    parser.add_argument("--modes", nargs="*", default=["default"])
     parser.add_argument("--passes", type=int, default=9)
     parser.add_argument("--pool-gib", type=float, default=8)
     parser.add_argument("--weights", type=Path, help="folder for weights")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     folder = str(weights_folder(args.shape, args.weights))
-    ours = Ours(folder, {"dtype": "bfloat16"}, args.pool_gib, None)
-    card = rates(ours.device)
-    head: Row = {"engine": "ours", "shape": args.shape, "mode": "default"}
-    rates_row: Row = {**head, "work": "", "op": "card", "variant": "", "kernel": "all"}
-    rates_row |= {"tb_per_s": round(card[0] / 1e12, 3), "tflop_per_s": round(card[1] / 1e12, 1)}
-    print(json.dumps(rates_row), flush=True)
-    rows = [rates_row]
-    for work in args.works:
-        every, at = recorded(ours, work, ours.device)
-        timed(every, args.passes)
-        rows += rows_of(every, at, {**head, "work": work}, card)
+    rows: list[Row] = []
+    for mode in args.modes:
+        ours = start(args.shape, mode, folder, {"dtype": "bfloat16"}, args.pool_gib)
+        card = rates(ours.device)
+        head: Row = {"engine": "ours", "shape": args.shape, "mode": mode}
+        row: Row = {**head, "work": "", "op": "card", "variant": "", "kernel": "all"}
+        row |= {"tb_per_s": round(card[0] / 1e12, 3), "tflop_per_s": round(card[1] / 1e12, 1)}
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+        for work in args.works:
+            every, at = recorded(ours, work, ours.device)
+            timed(every, args.passes)
+            rows += rows_of(every, at, {**head, "work": work}, card)
+        ours.engine.close()
     print("written to", write("kernels", stamp(rows), SAME, args.out))
-    ours.engine.close()
 
 
 if __name__ == "__main__":

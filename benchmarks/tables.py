@@ -135,8 +135,8 @@ def kernels(rows: Rows) -> list[str]:
         "| shape | workload | operation | calls | us in all | floor, us | floor / time |",
         "|---|---|---|---:|---:|---:|---:|",
     ]
-    whole = [r for r in rows if r["kernel"] == "all" and r["op"] != "card"]
-    for key in dict.fromkeys((r["shape"], r["work"], r["op"]) for r in whole):
+    whole = [r for r in rows if r["kernel"] == "all" and r["mode"] == "default"]
+    for key in dict.fromkeys((r["shape"], r["work"], r["op"]) for r in whole if r["work"]):
         group = [r for r in whole if (r["shape"], r["work"], r["op"]) == key]
         spent, floor = (sum(r["calls"] * r.get(k, 0.0) for r in group) for k in ("us", "floor_us"))
         calls = sum(r["calls"] for r in group)

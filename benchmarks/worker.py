@@ -18,7 +18,7 @@ class Worker:
         """name: a file of `benchmarks.engines`. path: folders before everything else on its path.
         mode, options: what its `start` takes.
         """
-        self.name, self.mode = name, mode
+        self.name, self.mode, self.start_s = name, mode, 0.0
         paths = [*path, *filter(None, [os.environ.get("PYTHONPATH")])]
         options = {"mode": mode, **options}
         self._process = subprocess.Popen(
@@ -66,5 +66,6 @@ def started(workers: list[Worker]) -> list[Worker]:
         if "error" in answer:
             worker.stop()
         else:
+            worker.start_s = float(answer["start_s"])
             found.append(worker)
     return found

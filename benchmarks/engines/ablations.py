@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from benchmarks.engines.clock import closed_loop
 from benchmarks.engines.ours import Ours, as_rendered
 from benchmarks.requests import TokenRequest, request
-from flide_engine.device_plan import Tables
+from flide_engine.errors import RoundTooLarge
 from flide_engine.executor import Executor
 from flide_engine.families.base import Rendered
-from flide_engine.graphs import Graphs, Replay
+from flide_engine.graphs import Graphs
 from flide_engine.layout.plan import RoundPlan
 from flide_engine.models.base import DecisionModel
 from flide_engine.models.registry import load_model
@@ -31,27 +31,40 @@ MODES = ("no_fork", "no_graphs", "padded")
 
 
 class Launches:
-    """An Executor that launches what `Graphs` replays."""
+    """An Executor that launches what `Graphs` replays, from the same tables."""
 
     runs_ahead = True
 
     def __init__(self, model: DecisionModel, state: Any, graphs: Graphs) -> None:
-        self._model, self._state = model, state
-        self._tables = [Tables(b.tables.capacity, torch.device("cuda")) for b in graphs.buckets]
+        self._model, self._state, self._graphs = model, state, graphs
         self.bucket_of = graphs.bucket_of
 
     @torch.inference_mode()
-    def start(self, plan: RoundPlan, asked: Asked) -> Replay:
-        """See Executor."""
-        tables = next(t for t in self._tables if t.fill(plan, asked))
+    def start(self, plan: RoundPlan, asked: Asked) -> "Launched":
+        """See Executor. Raises RoundTooLarge."""
+        bucket = self._graphs.fill(plan, asked)
+        if bucket is None:
+            raise RoundTooLarge(plan.num_rows, plan.num_nodes, 0, 0)
+        tables = bucket.tables
         tables.upload()
         hidden = self._model.forward(tables.stream, self._state)
         logits = self._model.label_logits(hidden, tables.label_reads, tables.label_rows)
-        count = len(asked.reads)
-        host = torch.empty(max(1, count), dtype=torch.float32, pin_memory=True)
-        host[:count].copy_(logits[:count], non_blocking=True)
-        vectors = hidden[: len(plan.read_rows)].float() if asked.vectors else None
-        return Replay(host, count, vectors)
+        return Launched(logits, len(asked.reads))
+
+
+class Launched:
+    """A Pending of logits alone."""
+
+    def __init__(self, logits: torch.Tensor, count: int) -> None:
+        self._logits = torch.empty(count, dtype=torch.float32, pin_memory=True)
+        self._logits.copy_(logits[:count], non_blocking=True)
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._done.record()
+
+    def wait(self) -> tuple[NDArray[np.float32], None]:
+        """See Pending."""
+        self._done.synchronize()
+        return self._logits.numpy(), None
 
 
 def rung(count: int) -> int:
