@@ -5,16 +5,23 @@ same executor, and the raw label logits of every question are compared bit by bi
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
+from flide_engine.cache.pool import Pool
 from flide_engine.config import GRAIN
+from flide_engine.device_plan import Capacity, Tables
 from flide_engine.families.base import Read
-from flide_engine.layout.plan import Anchor, Mark
-from flide_engine.layout.stream import Job
+from flide_engine.graphs import TILE
+from flide_engine.kernels.triton_kernels import TRITON
+from flide_engine.layout.plan import Anchor, Mark, RoundPlan
+from flide_engine.layout.stream import Job, lay_out
 from flide_engine.layout.tree import build_forest
+from flide_engine.models.qwen3_5 import Qwen35
 from flide_engine.readout import Asked
 from flide_engine.runner import Runner
 
@@ -34,23 +41,79 @@ class Sizes:
 
 @dataclass
 class Difference:
-    """A question whose logits depend on its round."""
+    """A question whose logits depend on its round: tokens of its prompt, jobs of the round, largest
+    difference of a logit, and where it begins, if that was looked for.
+    """
 
-    prompt: Tokens
-    jobs: list[Job]
+    tokens: int
+    jobs: int
     largest: float
+    where: str
+
+
+def first_difference(
+    model: Qwen35, pool: Pool, jobs: Sequence[Job], read: int, prompt: Tokens
+) -> str:
+    """Where the residual stream of a prompt in company leaves that of the prompt alone: the half of
+    a layer and the chain position. Runs both again, kernel by kernel.
+
+    read: which of the round's reads is the prompt's.
+    """
+    streams = []
+    for round_jobs in (jobs, [Job(build_forest([prompt]))]):
+        layout = lay_out(round_jobs)
+        pages, slots = pool.pages.take(layout.num_pages), pool.slots.take(layout.num_slots)
+        plan, _ = layout.bind(pages, slots)
+        seen: list[Tensor] = []
+
+        def record(
+            x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, seen: list[Tensor] = seen
+        ) -> tuple[Tensor, Tensor]:
+            total, normed = TRITON.add_rms_norm(x, delta, weight, eps)
+            seen.append(total)
+            return total, normed
+
+        tables = Tables(Capacity.exactly(plan, TILE), pool.tensors.keys.device)
+        assert tables.fill(plan, Asked.every_vector(len(plan.read_rows)))
+        tables.upload()
+        twin = copy(model)
+        twin.ops = replace(model.ops, add_rms_norm=record)
+        twin.forward(tables.stream, pool.tensors)
+        pool.pages.release(pages)
+        pool.slots.release(slots)
+        rows = rows_of(plan, read if round_jobs is jobs else 0)
+        streams.append([s[rows] for s in seen if len(s) == len(plan.tokens)])
+    for half, (together, alone) in enumerate(zip(*streams, strict=True)):
+        differ = (together != alone[len(alone) - len(together) :]).any(1).nonzero()
+        if len(differ):
+            position = len(alone) - len(together) + int(differ[0])
+            return f"layer {half // 2}, {'mixer' if half % 2 else 'input'}, position {position}"
+    return "not seen kernel by kernel"
+
+
+def rows_of(plan: RoundPlan, read: int) -> list[int]:
+    """Stream rows of a read's prompt, in order of position, from where its round resumed."""
+    node = int(np.searchsorted(plan.cu_seqlens, plan.read_rows[read], side="right")) - 1
+    rows: list[int] = []
+    while node >= 0:
+        rows = [*range(plan.cu_seqlens[node], plan.cu_seqlens[node + 1]), *rows]
+        node = int(plan.parents[node])
+    return rows
 
 
 @dataclass
 class Bits:
     """Asks in company, then alone, and compares.
 
-    labels: head rows of every question. vocabulary: token ids are below it.
+    labels: head rows of every question. vocabulary: token ids are below it. model, pool: of the
+    runner, to look for where a difference begins.
     """
 
     runner: Runner
     labels: Tokens
     vocabulary: int
+    model: Qwen35 | None = None
+    pool: Pool | None = None
     compared: int = 0
     differing: list[Difference] = field(default_factory=list)
     resumed: int = 0
@@ -87,19 +150,22 @@ class Bits:
             jobs.append(job)
             owners.append(document)
             prompts += asked
-        together, anchors = self._run(jobs, len(prompts))
+        together, anchors = self.run(jobs, len(prompts))
+        for read, (prompt, logits) in enumerate(zip(prompts, together, strict=True)):
+            alone, _ = self.run([Job(build_forest([prompt]))], 1)
+            self.compared += 1
+            if not np.array_equal(logits.view(np.int32), alone[0].view(np.int32)):
+                largest = float(np.abs(logits - alone[0]).max())
+                where = ""
+                if self.model is not None and self.pool is not None:
+                    where = first_difference(self.model, self.pool, jobs, read, prompt)
+                self.differing.append(Difference(len(prompt), len(jobs), largest, where))
         for document, made in zip(owners, anchors, strict=True):
             for anchor in made:
                 if anchor.position in kept[document]:
                     self.runner.drop(anchor)
                 else:
                     kept[document][anchor.position] = anchor
-        for prompt, logits in zip(prompts, together, strict=True):
-            alone, _ = self._run([Job(build_forest([prompt]))], 1)
-            self.compared += 1
-            if not np.array_equal(logits.view(np.int32), alone[0].view(np.int32)):
-                largest = float(np.abs(logits - alone[0]).max())
-                self.differing.append(Difference(prompt, jobs, largest))
 
     def _questions(self, rng: np.random.Generator, state: Tokens, sizes: Sizes) -> Iterator[Tokens]:
         """Prompts about a state; some groups of them begin alike."""
@@ -129,7 +195,8 @@ class Bits:
         marks = (Mark(0, GRAIN * int(rng.choice(grains))),) if grains else ()
         return Job(forest, anchor, marks)
 
-    def _run(self, jobs: list[Job], reads: int) -> tuple[list[Floats], Sequence[Sequence[Anchor]]]:
+    def run(self, jobs: list[Job], reads: int) -> tuple[list[Floats], Sequence[Sequence[Anchor]]]:
+        """One round: the logits of its reads, and the checkpoints of its jobs."""
         asked = Asked.of([Read(i, self.labels, str(i)) for i in range(reads)])
         started = self.runner.start(jobs, asked)
         logits, hidden = started.pending.wait()

@@ -148,8 +148,8 @@ class Graphs:
         Warms up with a round that touches no page and no slot.
         """
         began = time.monotonic()
-        # a graph knows addresses only: what it reads must outlive it
-        self._read = model, state
+        # a graph knows addresses only: what it reads must not go before it
+        self.model, self._state = model, state
         text = np.arange(min(GRAIN, capacities[0].rows) - 1, dtype=np.int32)
         nothing = np.zeros(0, np.int32)
         example, _ = lay_out([Job(build_forest([text]))]).bind(nothing, nothing)

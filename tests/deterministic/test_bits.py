@@ -103,13 +103,13 @@ def bits(kernels: Kernels) -> Bits:
         executor = Interpreted(model, pool)
     else:
         executor = Graphs(model, pool.tensors, ladder(4096, 66))
-    return Bits(Runner(executor, pool, "token"), LABELS, 240_000)
+    return Bits(Runner(executor, pool, "token"), LABELS, 240_000, model, pool)
 
 
 def test_company_forks_and_checkpoints_change_no_bit() -> None:
     """Random rounds: other requests, openings in common, resumed at any grain, other buckets."""
     harness = bits(deterministic_kernels())
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(6)
     if INTERPRETED:
         harness.check(rng, Sizes(86, 2, 5, 2), rounds=3, documents=2)
     else:
@@ -118,16 +118,18 @@ def test_company_forks_and_checkpoints_change_no_bit() -> None:
         assert harness.compared >= 300
     assert harness.compared >= 6
     assert harness.resumed > 0
-    assert not harness.differing, [len(d.prompt) for d in harness.differing]
+    assert not harness.differing, harness.differing[:3]
 
 
+@pytest.mark.slow
 def test_a_wrong_product_is_found() -> None:
     """The harness sees a product whose rows depend on how many there are."""
 
     def uneven(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = x @ weight.T
-        return y * (1 + 2**-6) if len(x) > 96 else y
+        return y * (1 + 2**-6) if len(x) > 96 and len(weight) > 64 else y
 
     harness = bits(replace(TRITON, linear=uneven))
-    harness.check(np.random.default_rng(1), Sizes(86, 2, 5, 2), rounds=2, documents=2)
+    harness.check(np.random.default_rng(6), Sizes(86, 2, 5, 2), rounds=2, documents=2)
     assert harness.differing
+    assert all(d.where.startswith("layer 0, mixer, position") for d in harness.differing)
