@@ -12,6 +12,7 @@ import numpy as np
 from flide_engine.cache.host import Copied
 from flide_engine.cache.index import Checkpoint, Freed, PrefixIndex
 from flide_engine.cache.marks import MarkPolicy
+from flide_engine.cache.names import Named
 from flide_engine.cache.pool import Counted, Pool
 from flide_engine.config import GRAIN
 from flide_engine.errors import PoolExhausted
@@ -92,7 +93,8 @@ class Checkpoints:
             checkpoint = work.resume.checkpoint
             checkpoint.hits += 1
             checkpoint.used = self._clock()
-            checkpoint.anchor = work.route or checkpoint.anchor
+            if work.rendered.state_tokens - checkpoint.position < GRAIN:
+                checkpoint.keep_for(work.name, work.route)
             work.reused = work.resume.anchor.position
             self.counters.reused += work.reused
 
@@ -183,23 +185,28 @@ class Checkpoints:
         position = max(c.position if c else 0 for c in (here, held))
         if loaded is not None and len(loaded.tokens) > position:
             first = len(loaded.tokens) // GRAIN
+            pages, state = loaded.pages[:first], loaded.state
             if self._bring(
-                work, len(loaded.tokens), lambda at: Copied(loaded.pages[at:first], loaded.state)
+                work, len(loaded.tokens), lambda at: Copied(pages[at:], state), loaded.known
             ):
                 self.counters.from_disk += len(loaded.tokens)
         elif held is not None and position > (here.position if here else 0):
-            pages, state = self._tiers.host.rows_of(held)
+            rows, state_rows = self._tiers.host.rows_of(held)
             held.locks += 1  # making room on the device may store what leaves there
             read = self._tiers.host.read
-            if self._bring(work, position, lambda at: read(pages[at:], state)):
+            if made := self._bring(work, position, lambda at: read(rows[at:], state_rows), held):
+                made.hits = held.hits
                 self.counters.from_host += position
             held.locks -= 1
             held.used = self._clock()
 
-    def _bring(self, work: RequestWork, position: int, read: Callable[[int], Copied]) -> bool:
-        """Writes a checkpoint of work's state to the device. False if no room can be made for it.
+    def _bring(
+        self, work: RequestWork, position: int, read: Callable[[int], Copied], known_as: Named
+    ) -> Checkpoint | None:
+        """Writes a checkpoint of work's state to the device. None if no room can be made for it.
 
-        read: its contents, of pages from a grain on.
+        read: its contents, of pages from a grain on. known_as: for whom it is kept; that the device
+        keeps it, too, is not what it was pinned for.
         """
         tokens, keys = work.rendered.prompts[0][:position], work.keys
         known = self.index.match(work.tenant, tokens, keys, position)
@@ -215,7 +222,7 @@ class Checkpoints:
                 self._pool.pages.release(pages)
                 raise
         except PoolExhausted:
-            return False
+            return None
         finally:
             if base is not None:
                 base.locks -= 1
@@ -223,12 +230,13 @@ class Checkpoints:
         self._pool.put_pages(pages, contents.pages)
         self._pool.put_slot(slot, contents.state)
         every = np.concatenate([known.pages, pages]).astype(np.int32)
-        _, taken, _ = self.index.insert(
-            work.tenant, tokens, keys, every, slot, self._clock(), work.name, work.route
+        made, taken, _ = self.index.insert(
+            work.tenant, tokens, keys, every, slot, self._clock(), known_as.name, known_as.anchor
         )
+        made.branches |= known_as.branches
         self._pool.pages.release(np.setdiff1d(pages, taken).astype(np.int32))
         self.version += 1
-        return True
+        return made
 
     def counts(self) -> dict[str, int]:
         """How many checkpoints each tier holds. Any thread may ask."""

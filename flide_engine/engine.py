@@ -44,6 +44,7 @@ from flide_engine.models.registry import load_model
 from flide_engine.models.weights import weights_hash
 from flide_engine.resolve import (
     device_pool_bytes,
+    least_pages,
     locate,
     pool_size,
     resolve_device,
@@ -103,7 +104,9 @@ class Engine:
         self._checkpoints = Checkpoints(
             pool, MarkPolicy(), config.keep_checkpoints, clock, self._tiers
         )
-        self._states = States(self._checkpoints, pool, self._tiers, clock)
+        self._states = States(
+            self._checkpoints, pool, self._tiers, clock, config.pin_share, least_pages(config)
+        )
         self._loop = RoundLoop(
             Runner(executor, pool, config.fork),
             Scheduler(
@@ -200,31 +203,38 @@ class Engine:
         return found
 
     def pin(self, name: str, tenant: str = "", pinned: bool = True) -> int:
-        """Keeps a named state's checkpoints from eviction, or no longer: how many."""
+        """Keeps a named state from eviction on every tier, or no longer: how many copies.
+
+        Raises TooMuchPinned.
+        """
         return int(self._loop.call(lambda: self._states.pin(tenant, name, pinned)))
 
     def snapshot(self, name: str, tenant: str = "") -> int:
         """Keeps the longest checkpoint of a named state from eviction: its tokens, 0 if there is
-        none; `rollback` and `branch` take them.
+        none; `rollback` and `branch` take them. Raises TooMuchPinned.
         """
         return int(self._loop.call(lambda: self._states.snapshot(tenant, name)))
 
     def rollback(self, name: str, tokens: int, tenant: str = "") -> int:
-        """Forgets what a named state was after `tokens`, on every tier: how many checkpoints.
+        """Forgets what a named state was after `tokens`, on every tier: how many copies.
 
         The next request that begins alike resumes from what is left.
         """
         return int(self._loop.call(lambda: self._states.forget(tenant, name, tokens)))
 
-    def branch(self, name: str, new: str, tokens: int = 1 << 62, tenant: str = "") -> int:
+    def branch(
+        self, name: str, new: str, tokens: int = 1 << 62, tenant: str = "", anchor: str = ""
+    ) -> int:
         """Keeps a named state as it was after at most `tokens` for a second trajectory: the tokens
         that both begin with, 0 if nothing is remembered. Either may be forgotten without the other.
+
+        anchor: what the second one is routed on. Raises TooManyBranches.
         """
-        return int(self._loop.call(lambda: self._states.branch(tenant, name, new, tokens)))
+        return int(self._loop.call(lambda: self._states.branch(tenant, name, new, tokens, anchor)))
 
     def forget(self, name: str, tenant: str = "") -> int:
-        """Drops a named state on every tier, but for what requests are using: how many checkpoints
-        of the device.
+        """Drops a named state on every tier, but for what requests are using and other names are
+        kept for: how many copies.
         """
         return int(self._loop.call(lambda: self._states.forget(tenant, name)))
 

@@ -103,6 +103,11 @@ CHECKPOINT_BYTES = 128 << 20
 """Bytes for checkpoints' pages, and as many for their states, in a pool without a byte budget."""
 
 
+def least_pages(config: EngineConfig) -> int:
+    """Pages without which the longest prompt and one round do not fit."""
+    return (config.max_prompt_tokens + config.max_round_tokens) // GRAIN + 1
+
+
 def pool_size(
     config: EngineConfig, shape: StateShape, dtype: torch.dtype, budget: int | None
 ) -> tuple[int, int]:
@@ -110,7 +115,7 @@ def pool_size(
 
     Raises ConfigError if the longest prompt and one round do not fit.
     """
-    needed = (config.max_prompt_tokens + config.max_round_tokens) // GRAIN + 1
+    needed = least_pages(config)
     if budget is None:
         size = dtype.itemsize
         pages = needed + CHECKPOINT_BYTES // max(1, shape.page_bytes(size))

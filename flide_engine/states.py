@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flide_engine.cache.index import Checkpoint, grain_keys
+from flide_engine.cache.disk import File
+from flide_engine.cache.index import Checkpoint, PrefixIndex, grain_keys
+from flide_engine.cache.names import MOST_BRANCHES
 from flide_engine.cache.pool import Pool
 from flide_engine.cache.transfer import put_in, read, take_out
 from flide_engine.checkpoints import Checkpoints
 from flide_engine.config import GRAIN
-from flide_engine.errors import PoolExhausted
+from flide_engine.errors import PoolExhausted, TooManyBranches, TooMuchPinned
 from flide_engine.tiers import Tiers
 
 
@@ -43,9 +45,15 @@ class States:
         pool: Pool,
         tiers: Tiers | None,
         clock: Callable[[], float],
+        pin_share: float,
+        least_pages: int,
     ) -> None:
+        """pin_share: part of a tier that may be kept from eviction. least_pages: what must not be,
+        or a request could find no room.
+        """
         self._kept, self._index = checkpoints, checkpoints.index
         self._pool, self._tiers, self._clock = pool, tiers, clock
+        self._pin_share, self._least_pages = pin_share, least_pages
 
     def export(self, tenant: str, name: str, weights: str) -> list[bytes]:
         """A tenant's checkpoints as bytes, of one name or of all, longest first."""
@@ -92,73 +100,136 @@ class States:
         return sorted(found, key=lambda c: -c.position)
 
     def pin(self, tenant: str, name: str, pinned: bool) -> int:
-        """Keeps checkpoints from eviction, or no longer: how many."""
-        found = self.of(tenant, name)
-        for checkpoint in found:
-            checkpoint.pinned = pinned
-        return len(found)
+        """Keeps a named state from eviction on every tier, or no longer: how many copies.
+
+        Raises TooMuchPinned.
+        """
+        return self._pin(tenant, name, pinned, None)
+
+    def snapshot(self, tenant: str, name: str) -> int:
+        """Pins the longest checkpoint of a named state: its tokens, or 0 if there is none.
+
+        Raises TooMuchPinned.
+        """
+        longest = self._longest(tenant, name, 1 << 62)
+        if longest:
+            self._pin(tenant, name, True, longest)
+        return longest
 
     def forget(self, tenant: str, name: str, beyond: int = -1) -> int:
-        """Drops a tenant's checkpoints of that name past `beyond` tokens, on every tier, that are
-        not in use: how many of the device's. One that is kept for another name, too, stays.
+        """Keeps a named state past `beyond` tokens for it no longer, on every tier, but for what is
+        in use: how many copies. Those that are kept for no other name are dropped.
         """
-        if self._tiers is not None:
-            self._tiers.forget(tenant, name, beyond)
-        count = 0
+        count = self._tiers.forget(tenant, name, beyond) if self._tiers is not None else 0
         for checkpoint in self.of(tenant, name):
             if checkpoint.position <= beyond or checkpoint.locks:
                 continue
-            if name and checkpoint.branches:
-                _rename(checkpoint, name)
-                continue
-            self._kept.free(self._index.remove(checkpoint))
             count += 1
+            if not checkpoint.leave(name):
+                self._kept.free(self._index.remove(checkpoint))
         return count
 
-    def snapshot(self, tenant: str, name: str) -> int:
-        """Pins the longest checkpoint of a named state: its tokens, or 0 if there is none."""
-        found = self.of(tenant, name)
-        if not found:
-            return 0
-        found[0].pinned = True
-        return found[0].position
-
-    def branch(self, tenant: str, name: str, new: str, tokens: int) -> int:
+    def branch(self, tenant: str, name: str, new: str, tokens: int, anchor: str) -> int:
         """Keeps the longest checkpoint of a named state, at no more than `tokens`, for another name
-        too: its tokens, or 0 if there is none.
+        too, on every tier: its tokens, or 0 if there is none.
+
+        anchor: what the other name is routed on. Raises TooManyBranches.
         """
-        found = [c for c in self.of(tenant, name) if c.position <= tokens]
-        if not found:
+        longest = self._longest(tenant, name, tokens)
+        if not longest:
             return 0
-        found[0].branches.add(new)
-        return found[0].position
+        memory = [c for _, _, c in self._in_memory(tenant, name) if c.position == longest]
+        files = [f for f in self._files(tenant, name) if f.position == longest]
+        if any(len(c.branches) == MOST_BRANCHES for c in (*memory, *files)):
+            raise TooManyBranches(name, MOST_BRANCHES)
+        for checkpoint in memory:
+            checkpoint.keep_for(new, anchor)
+        if self._tiers is not None and self._tiers.disk is not None:
+            self._tiers.disk.branch(files, new, anchor)
+        return longest
 
     def describe(self, tenant: str | None, name: str) -> list[StateInfo]:
-        """What is remembered of a tenant's states, of one name or of all, longest first."""
+        """What is remembered of a tenant's states, of one name or of all, longest first.
+
+        tenant: None for every one's. A checkpoint with several names is told once for each.
+        """
         page = self._pool.shape.page_bytes(self._pool.dtype.itemsize)
         slot = self._pool.shape.slot_bytes(self._pool.dtype.itemsize)
-        known = [("device", self._index, c) for c in self.of(tenant, name)]
-        if self._tiers is not None:
-            host = self._tiers.host
-            known += [("host", host.index, c) for c in host.of(tenant, name)]
         infos = [
             StateInfo(
-                c.tenant, name if name in c.branches else c.name, c.anchor, c.position, c.hits,
-                c.pinned, tier, slot + page * index.own_pages(c),
+                c.tenant, known_as, anchor, c.position, c.hits, c.pinned, tier,
+                slot + page * index.own_pages(c),
             )
-            for tier, index, c in known
+            for tier, index, c in self._in_memory(tenant, name)
+            for known_as, anchor in c.names()
         ]  # fmt: skip
+        infos += [
+            StateInfo(f.tenant, known_as, anchor, f.position, 0, f.pinned, "disk", f.size)
+            for f in self._files(tenant, name)
+            for known_as, anchor in f.names()
+        ]
+        found = [i for i in infos if name in ("", i.name or i.anchor)]
+        return sorted(found, key=lambda i: -i.tokens)
+
+    def _in_memory(
+        self, tenant: str | None, name: str
+    ) -> list[tuple[str, PrefixIndex, Checkpoint]]:
+        """(tier, its index, checkpoint) of device and host."""
+        found = [("device", self._index, c) for c in self.of(tenant, name)]
+        if self._tiers is not None:
+            host = self._tiers.host
+            found += [("host", host.index, c) for c in host.of(tenant, name)]
+        return found
+
+    def _files(self, tenant: str | None, name: str) -> list[File]:
+        """Those on disk."""
+        if self._tiers is None or self._tiers.disk is None:
+            return []
+        return self._tiers.disk.of(tenant, name)
+
+    def _longest(self, tenant: str, name: str, tokens: int) -> int:
+        """Tokens of a named state's longest checkpoint on any tier, at no more than `tokens`."""
+        known = [c.position for _, _, c in self._in_memory(tenant, name)]
+        known += [f.position for f in self._files(tenant, name)]
+        return max((p for p in known if p <= tokens), default=0)
+
+    def _pin(self, tenant: str, name: str, pinned: bool, position: int | None) -> int:
+        """As `pin`; position: only what is of so many tokens."""
+        memory = [
+            (index, c)
+            for _, index, c in self._in_memory(tenant, name)
+            if position in (None, c.position)
+        ]
+        files = [f for f in self._files(tenant, name) if position in (None, f.position)]
+        if pinned:
+            self._check_share(name, memory, files)
+        for _, checkpoint in memory:
+            checkpoint.pinned = pinned
         if self._tiers is not None and self._tiers.disk is not None:
-            infos += [
-                StateInfo(f.tenant, f.name, f.anchor, f.position, 0, False, "disk", f.size)
-                for f in self._tiers.disk.of(tenant, name)
-            ]
-        return sorted(infos, key=lambda i: -i.tokens)
+            self._tiers.disk.pin(files, pinned)
+        return len(memory) + len(files)
 
+    def _check_share(
+        self, name: str, memory: list[tuple[PrefixIndex, Checkpoint]], files: list[File]
+    ) -> None:
+        """Raises TooMuchPinned if a tier would keep too much with these, too."""
 
-def _rename(checkpoint: Checkpoint, gone: str) -> None:
-    """Takes one name off a checkpoint that has others."""
-    if gone in checkpoint.branches:
-        checkpoint.branches.discard(gone)
-    elif checkpoint.branches:
-        checkpoint.name = checkpoint.branches.pop()
+        def pinned(index: PrefixIndex) -> set[Checkpoint]:
+            return {c for c in index if c.pinned} | {c for i, c in memory if i is index}
+
+        here, pages, slots = pinned(self._index), self._pool.pages, self._pool.slots
+        used = {page for c in here for page in self._index.pages_of(c).tolist()}
+        share, total = self._pin_share, len(pages.counts)
+        kept = [
+            (pages.kind, len(used), min(share * total, total - self._least_pages)),
+            (slots.kind, len(here), share * len(slots.counts)),
+        ]
+        if self._tiers is not None:
+            host, disk = self._tiers.host, self._tiers.disk
+            held = host.bytes_of(pinned(host.index))
+            kept.append(("bytes of host memory", held, share * host.bytes_total))
+            if disk is not None:
+                kept.append(("bytes on disk", disk.bytes_with(files), share * disk.budget))
+        for kind, count, limit in kept:
+            if count > limit:
+                raise TooMuchPinned(name, count, kind, int(limit), "pin_share")

@@ -4,7 +4,7 @@ One arena of rows, each as large as a page; a state takes as many rows as it nee
 ratio of pages to states follows the load. Checkpoints share the rows of what they have in common.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,13 +67,19 @@ class HostTier:
         """Bytes allocated."""
         return self._rows.numel()
 
+    def bytes_of(self, checkpoints: Collection[Checkpoint]) -> int:
+        """Bytes that some checkpoints hold together."""
+        pages = {row for c in checkpoints for row in self.index.pages_of(c).tolist()}
+        states = sum(len(self._states[c.slot]) for c in checkpoints)
+        return self._row * (len(pages) + states)
+
     def match(self, tenant: str, tokens: Ints, keys: Sequence[bytes], limit: int) -> Match:
         """As `PrefixIndex.match`."""
         return self.index.match(tenant, tokens, keys, limit)
 
     def store(
         self, tenant: str, name: str, tokens: Ints, keys: Sequence[bytes], pool: Pool, pages: Ints,
-        slot: int, anchor: str = "",
+        slot: int,
     ) -> Checkpoint | None:  # fmt: skip
         """Copies a checkpoint of the pool, without what is here already; None if there is no room.
 
@@ -85,7 +91,6 @@ class HostTier:
             known = self.index.match(tenant, tokens, keys, position)
             if known.checkpoint is not None and known.checkpoint.position == position:
                 known.checkpoint.used = self._clock()
-                known.checkpoint.anchor = anchor or known.checkpoint.anchor
                 return known.checkpoint
             new = pages[known.agreed // GRAIN :]
             try:
@@ -100,7 +105,7 @@ class HostTier:
         self._states[number] = rows[len(new) :]
         every = np.concatenate([np.zeros(known.agreed // GRAIN, np.int32), rows[: len(new)]])
         made, _, _ = self.index.insert(
-            tenant, tokens, keys, every.astype(np.int32), number, self._clock(), name, anchor
+            tenant, tokens, keys, every.astype(np.int32), number, self._clock(), name
         )
         return made
 

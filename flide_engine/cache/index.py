@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from flide_engine.cache.names import Named
 from flide_engine.config import GRAIN
 from flide_engine.layout.plan import Ints
 
@@ -42,13 +43,12 @@ class _Grain:
 
 
 @dataclass(eq=False)
-class Checkpoint:
+class Checkpoint(Named):
     """A prefix one can resume from.
 
     tenant: whose it is. position: tokens before it. slot: of its recurrent state. used: when it was
     last taken or resumed from. hits: how often it was resumed from. locks: by how many it is in
-    use. name: what its state goes by (a session, a trajectory), or "". branches: further names it
-    is kept for. anchor: what its state was last routed on, or "". pinned: never evicted.
+    use.
     """
 
     tenant: str
@@ -57,15 +57,7 @@ class Checkpoint:
     used: float
     hits: int = 0
     locks: int = 0
-    name: str = ""
-    anchor: str = ""
-    pinned: bool = False
-    branches: set[str] = field(default_factory=set)
     _grain: _Grain | None = None
-
-    def goes_by(self, name: str) -> bool:
-        """Whether a name means it; "" means every one, an anchor those without a name."""
-        return name in ("", self.name or self.anchor) or name in self.branches
 
 
 @dataclass(frozen=True)
@@ -153,7 +145,7 @@ class PrefixIndex:
             at = child
         if at.checkpoint is not None:
             at.checkpoint.used = now
-            at.checkpoint.anchor = anchor or at.checkpoint.anchor
+            at.checkpoint.keep_for(name, anchor)
             return at.checkpoint, np.array(taken, np.int32), False
         position = GRAIN * len(pages)
         made = Checkpoint(tenant, position, slot, now, name=name, anchor=anchor, _grain=at)
