@@ -13,14 +13,16 @@ from ray.serve.exceptions import RayServeException
 
 from deployments.demand import Demand
 from deployments.metrics import ReplicaMetrics
+from deployments.state_calls import perform
 from flide_engine.api import DecisionRequest, DecisionResponse
 from flide_engine.config import EngineConfig
 from flide_engine.errors import FlideError, NotReady
 from router.asking import plain_error
 from router.policy import Load
 from router.receiver import Receiver
-from router.routing_key import as_key
+from router.routing_key import anchor_text, as_key
 from router.session_id import check_session_id
+from router.states import StateCall, Told
 
 log = logging.getLogger("ray.serve")
 
@@ -95,7 +97,10 @@ class EngineReplica:
     ) -> DecisionResponse:
         try:
             check_session_id(session_id)
-            future = self._engine.submit(request, tenant=tenant, name=session_id, alone=alone)
+            routed_on = anchor_text(anchor, route)
+            future = self._engine.submit(
+                request, tenant=tenant, name=session_id, alone=alone, anchor=routed_on
+            )
             self._received(route, anchor, home)
             try:
                 answers = await asyncio.wrap_future(future)
@@ -132,6 +137,10 @@ class EngineReplica:
         return self._demand.told(
             counters.busy_seconds, load.wait_ms, load.refused_tokens, load.tokens_per_ms
         )
+
+    async def on_states(self, call: StateCall) -> Told:
+        """An operation on a tenant's states; every replica is asked."""
+        return await asyncio.to_thread(perform, self._engine, call, self._id)
 
     async def counters(self) -> dict[str, Any]:
         """Since the start: requests answered, and tokens asked for, found in checkpoints, computed;

@@ -86,6 +86,13 @@ class EngineConfig(BaseModel):
     keep_checkpoints: bool = Field(
         True, description="Whether states are kept for later requests that begin alike."
     )
+    pin_share: float = Field(
+        0.25,
+        ge=0,
+        le=1,
+        description="Part of the pool, of host_bytes and of disk_bytes that callers may keep from"
+        " eviction by pins and snapshots.",
+    )
     host_bytes: int = Field(
         0, ge=0, description="Host memory for copies of checkpoints; 0: none are made."
     )

@@ -9,6 +9,9 @@ statuses.
         UnsupportedEncoding     a content encoding or type the server does not decode
         UnknownModel            no such model is served here
         AuthenticationFailed    no key, or a key that is not known
+        UnknownState            nothing is remembered of a state of this name
+        TooMuchPinned           more would be kept from eviction than may be
+        TooManyBranches         a checkpoint is kept for as many names as may be
       UnavailableError        not the caller's fault: asking again later can help
         Overloaded              the queue is full
         NotReady                the engine is starting or stopping
@@ -109,6 +112,45 @@ class UnknownModel(RequestError):
 
     def __str__(self) -> str:
         return f"unknown model {self.model!r}; served here: {', '.join(self.served)}"
+
+
+class UnknownState(RequestError):
+    """Nothing is remembered of a state: not now, not of this tenant, or not so early in it."""
+
+    error_type = "not_found_error"
+
+    def __init__(self, name: str, why: str = "") -> None:
+        super().__init__(name, why)
+        self.name, self.why = name, why
+
+    def __str__(self) -> str:
+        return f"nothing is remembered of a state {self.name!r}{self.why}"
+
+
+class TooMuchPinned(RequestError):
+    """More would be kept from eviction than one engine lets its callers keep."""
+
+    def __init__(self, name: str, count: int, kind: str, limit: int, option: str) -> None:
+        super().__init__(name, count, kind, limit, option)
+        self.name, self.count, self.kind = name, count, kind
+        self.limit, self.option = limit, option
+
+    def __str__(self) -> str:
+        return (
+            f"with state {self.name!r} pinned, {self.count} {self.kind} would be kept from"
+            f" eviction; the limit is {self.limit} ({self.option}). Unpin others first."
+        )
+
+
+class TooManyBranches(RequestError):
+    """A checkpoint is kept for as many names as it may be."""
+
+    def __init__(self, name: str, limit: int) -> None:
+        super().__init__(name, limit)
+        self.name, self.limit = name, limit
+
+    def __str__(self) -> str:
+        return f"that checkpoint of state {self.name!r} is kept for {self.limit} others already"
 
 
 class RequestQuarantined(RequestError):

@@ -73,6 +73,8 @@ class Tiers:
             )
         if made is None:
             return False
+        made.learn(checkpoint)
+        made.hits = max(made.hits, checkpoint.hits)
         checkpoint.locks += 1
         made.locks += 1
         self._copies.append(_Copy(checkpoint, made, done()))
@@ -122,14 +124,21 @@ class Tiers:
             return None
         return self.disk.load(tenant, keys[: position // GRAIN], tokens[:position])
 
-    def forget(self, tenant: str, name: str, beyond: int) -> None:
-        """Drops a named state past `beyond` tokens everywhere; what is under way is waited for."""
+    def forget(self, tenant: str, name: str, beyond: int) -> int:
+        """Keeps a named state past `beyond` tokens for it no longer, everywhere: how many copies.
+
+        What is under way is waited for.
+        """
         self.settle(copies=True, writes=True)
+        count = 0
         for checkpoint in self.host.of(tenant, name):
             if checkpoint.position > beyond and not checkpoint.locks:
-                self.host.forget(checkpoint)
+                count += 1
+                if not checkpoint.leave(name):
+                    self.host.forget(checkpoint)
         if self.disk is not None:
-            self.disk.forget(tenant, name, beyond)
+            count += self.disk.forget(tenant, name, beyond)
+        return count
 
     def close(self) -> None:
         """Waits for what is under way."""
@@ -147,7 +156,7 @@ class Tiers:
             copied = self.host.read(pages[first:], state)
             return copied.pages, copied.state
 
-        return self.disk.save, checkpoint.tenant, checkpoint.name, keys, tokens, read
+        return self.disk.save, checkpoint.tenant, checkpoint.known(), keys, tokens, read
 
     @contextmanager
     def _beside(self, pool: Pool) -> Iterator[Callable[[], Any]]:

@@ -4,6 +4,7 @@ engine.
 GET  /               the playground: a page to ask by hand
 POST /v1/systemone   a decision request, answered
 GET  /v1/models      what is served
+     /v1/states      what is remembered of states; see `router.states_http`
 GET  /health         200 once a decision can be answered, else 503
 GET  /version        versions of this server and of the model
 """
@@ -24,6 +25,7 @@ from router.body import ClientLeft, Receive, decode_body, parse_body, read_body
 from router.http_errors import STATUS, error_body, error_headers
 from router.playground import Html, page
 from router.session_id import HEADER, check_session_id
+from router.states_http import Keeper, StateRoutes, is_ours
 
 log = logging.getLogger("ray.serve")
 
@@ -35,7 +37,7 @@ REQUEST_ID = b"x-typesafe-request-id"
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
-class Decider(Protocol):
+class Decider(Keeper, Protocol):
     """What stands behind the HTTP surface."""
 
     async def decide(
@@ -60,6 +62,7 @@ class HttpApp:
 
     def __init__(self, decider: Decider, key_hashes: tuple[str, ...], max_body_bytes: int) -> None:
         self._decider, self._keys, self._limit = decider, key_hashes, max_body_bytes
+        self._states = StateRoutes(decider, max_body_bytes)
         self._page, self._page_headers = page()
         self._routes: dict[
             str, tuple[str, Callable[[Scope, Receive], Awaitable[tuple[int, Any]]]]
@@ -110,6 +113,10 @@ class HttpApp:
 
     async def _route(self, scope: Scope, receive: Receive) -> tuple[int, Any, Headers]:
         path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+        if is_ours(path):
+            headers = dict(scope["headers"])
+            tenant = check_key(headers.get(b"authorization", b"").decode("latin-1"), self._keys)
+            return await self._states(scope, receive, tenant)
         if path not in self._routes:
             return 404, _detail("not_found", f"no such path: {path[:200]}"), []
         method, handler = self._routes[path]

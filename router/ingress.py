@@ -13,10 +13,15 @@ from ray.serve.handle import DeploymentHandle
 from flide_engine.api import DecisionRequest, DecisionResponse
 from flide_engine.errors import FlideError, NotReady
 from router.asking import ask, own_error, plain_error
+from router.fan_out import ask_all
 from router.http_app import HttpApp
+from router.states import StateCall, Told
 
 READY_WITHIN_S = 2.0
 """How long a health or model query waits for a replica."""
+
+STATES_WITHIN_S = 10.0
+"""How long operations on states wait for each replica, which may be in a long round."""
 
 
 @serve.ingress()
@@ -55,6 +60,14 @@ class Gateway:
         """As `decide`, typed and for a tenant."""
         return await ask(self._engine, request, tenant, session_id)
 
+    async def states(self, call: StateCall) -> tuple[list[Told], int]:
+        """(what the replicas say that answered, how many were asked).
+
+        All are asked: a state may be on several, and its files on any that has ever had it.
+        """
+        answers, asked = await ask_all(self._engine, "on_states", call, seconds=STATES_WITHIN_S)
+        return answers, asked
+
     async def describe(self) -> dict[str, str]:
         """What the engine says of itself. Raises NotReady if no replica answers in time."""
         try:
@@ -80,6 +93,10 @@ class _Decider:
     ) -> DecisionResponse:
         answers: DecisionResponse = await self._gateway.ask(request, tenant, session_id)
         return answers
+
+    async def states(self, call: StateCall) -> tuple[list[Told], int]:
+        told: tuple[list[Told], int] = await self._gateway.states(call)
+        return told
 
     async def models(self) -> list[dict[str, str]]:
         about = await self._gateway.describe()

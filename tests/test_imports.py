@@ -14,7 +14,7 @@ LEVELS = [
     {"cache", "models", "admission"},
     {"scheduler", "readout", "resolve", "tiers", "work"},
     {"device_plan", "executor", "rounds", "checkpoints"},
-    {"runner", "graphs"},
+    {"runner", "graphs", "states"},
     {"loop"},
     {"engine"},
 ]
@@ -23,6 +23,7 @@ ONLY = {
         "router/request_router.py",
         "router/ingress.py",
         "router/asking.py",
+        "router/fan_out.py",
         "deployments/",
         "loadtest/handles.py",
     ),

@@ -2,8 +2,9 @@
 
 A file holds what a checkpoint adds to the one before it on disk: tokens and pages from there on,
 and its state. It is written under another name and renamed, so it is there whole or not at all; its
-name follows from weights, layout, tenant and prefix, so it is found without being opened. What is
-damaged, of other weights or of another layout is refused, reported and never used.
+name follows from weights, layout, tenant and prefix, so it is found without being opened. For whom
+it is kept may change, and then stands in a small file beside it. What is damaged, of other weights
+or of another layout is refused, reported and never used.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +23,38 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from flide_engine.cache.names import Named, names_in, names_text
 from flide_engine.config import GRAIN
 from flide_engine.layout.plan import Ints
 
 log = logging.getLogger(__name__)
 
-FORMAT, SUFFIX = "flide-disk-1", ".checkpoint"
+FORMAT, SUFFIX, NAMES = "flide-disk-2", ".checkpoint", ".names"
 
 
-@dataclass
-class _File:
+@dataclass(eq=False)
+class File(Named):
     """What is known of a file: the one it continues ("" for none), its length, its last use, whose
-    state it is of and what that goes by, tokens of the prefix.
+    state it is of, tokens of the prefix.
     """
 
     parent: str
     size: int
     used: float
     tenant: str
-    name: str
     position: int
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint from disk: tokens [position], pages [position / 64, bytes], state [bytes]."""
+    """A checkpoint from disk: tokens [position], pages [position / 64, bytes], state [bytes], and
+    for whom it is kept.
+    """
 
     tokens: Ints
     pages: Tensor
     state: Tensor
+    known: Named = field(default_factory=Named)
 
 
 class DiskTier:
@@ -63,10 +67,10 @@ class DiskTier:
 
         Looks at the folder's files, and removes what an interrupted process left behind.
         """
-        self._folder, self._budget, self._clock = folder, budget, clock
+        self._folder, self.budget, self._clock = folder, budget, clock
         self._made = {"format": FORMAT, "weights": weights, "layout": layout}
         self._lock = threading.Lock()
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, File] = {}
         self.refused = 0
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.glob(f"*{SUFFIX}*")):
@@ -74,6 +78,10 @@ class DiskTier:
                 path.unlink(missing_ok=True)
             elif (header := self._header(path)) is not None:
                 self._files[path.stem] = _file(header, path.stat().st_size, clock())
+                self._read_names(path.stem)
+        for path in folder.glob(f"*{NAMES}"):
+            if not path.with_suffix(SUFFIX).exists():
+                path.unlink(missing_ok=True)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -95,41 +103,66 @@ class DiskTier:
                     return grains * GRAIN
         return 0
 
-    def of(self, tenant: str, name: str = "") -> list[tuple[str, int, int]]:
-        """(name, tokens, bytes) of a tenant's checkpoints, of one name or of all."""
+    def of(self, tenant: str | None, name: str = "") -> list[File]:
+        """A tenant's checkpoints, of one name or of all; tenant: None for every one's."""
         with self._lock:
             return [
-                (f.name, f.position, f.size)
-                for f in self._files.values()
-                if f.tenant == tenant and name in ("", f.name)
+                f for f in self._files.values() if tenant in (None, f.tenant) and f.goes_by(name)
             ]
 
     def forget(self, tenant: str, name: str, beyond: int = -1) -> int:
-        """Removes the files of a named state past `beyond` tokens, and those that continue them:
-        how many.
+        """Keeps a named state's files past `beyond` tokens for it no longer: how many.
+
+        Those that are kept for no other name are removed, or stay as the base of files that are.
         """
+        left = [f for f in self.of(tenant, name) if f.position > beyond]
         with self._lock:
-            before = len(self._files)
-            for stem, file in list(self._files.items()):
-                if file.tenant == tenant and file.name == name and file.position > beyond:
-                    self._remove(stem)
-            return before - len(self._files)
+            for file in left:
+                file.leave(name)
+            self._prune()
+            self._note(left)
+        return len(left)
+
+    def branch(self, files: Sequence[File], new: str, anchor: str) -> None:
+        """Keeps files for another name, too. anchor: what that name is routed on."""
+        with self._lock:
+            for file in files:
+                file.keep_for(new, anchor)
+            self._note(files)
+
+    def pin(self, files: Sequence[File], pinned: bool) -> None:
+        """Keeps files from eviction, or no longer."""
+        with self._lock:
+            for file in files:
+                file.pinned = pinned
+            self._note(files)
+
+    def bytes_with(self, more: Sequence[File]) -> int:
+        """Bytes of pinned files and of some more."""
+        with self._lock:
+            pinned = {f for f in self._files.values() if f.pinned} | set(more)
+            return sum(f.size for f in pinned)
 
     def save(
-        self, tenant: str, name: str, keys: Sequence[bytes], tokens: Ints,
+        self, tenant: str, known: Named, keys: Sequence[bytes], tokens: Ints,
         read: Callable[[int], tuple[Tensor, Tensor]],
     ) -> None:  # fmt: skip
         """Writes a checkpoint, without what the longest one before it holds.
 
-        keys, tokens: of its whole prefix. read: (pages from a grain on [n, bytes], state [bytes]),
-        both uint8. An error of the disk is logged, and nothing is written.
+        known: for whom it is kept. keys, tokens: of its whole prefix. read: (pages from a grain on
+        [n, bytes], state [bytes]), both uint8. An error of the disk is logged, and nothing is
+        written.
         """
         stem = self._name(tenant, keys[-1])
         start = self.longest(tenant, keys, len(tokens) - GRAIN)
         parent = self._name(tenant, keys[start // GRAIN - 1]) if start else ""
         with self._lock:
-            if stem in self._files:
-                self._files[stem].used = self._clock()
+            if (file := self._files.get(stem)) is not None:
+                file.used = self._clock()
+                before = names_text(file)
+                file.learn(known)
+                if names_text(file) != before:
+                    self._note([file])
                 return
         pages, state = read(start // GRAIN)
         tensors = {
@@ -138,7 +171,7 @@ class DiskTier:
             "state": state.contiguous(),
         }
         header = {**self._made, "parent": parent, "start": str(start)}
-        header |= {"tenant": tenant, "name": name, "position": str(len(tokens))}
+        header |= {"tenant": tenant, "names": names_text(known), "position": str(len(tokens))}
         header["checksum"] = _checksum(header, tensors)
         data = save(tensors, metadata=header)
         path = self._folder / f"{stem}{SUFFIX}"
@@ -152,7 +185,7 @@ class DiskTier:
                 path.unlink(missing_ok=True)
                 return
             self._files[stem] = _file(header, len(data), self._clock())
-            self._make_room()
+            self._make_room(stem)
 
     def load(self, tenant: str, keys: Sequence[bytes], tokens: Ints) -> Loaded | None:
         """The checkpoint of exactly these tokens; None if it is not there or not to be trusted.
@@ -178,7 +211,9 @@ class DiskTier:
             state = tensors["state"] if state is None else state
             name, stop = header["parent"], start
         assert state is not None
-        return Loaded(tokens, torch.cat(pages), state)
+        with self._lock:
+            file = self._files.get(first)
+        return Loaded(tokens, torch.cat(pages), state, file.known() if file else Named())
 
     def _name(self, tenant: str, key: bytes) -> str:
         digest = hashlib.blake2b(json.dumps(self._made, sort_keys=True).encode(), digest_size=16)
@@ -192,7 +227,8 @@ class DiskTier:
                 size = int.from_bytes(file.read(8), "little")
                 header: dict[str, Any] = json.loads(file.read(min(size, 1 << 20)))["__metadata__"]
             foreign = {k: header[k] for k, ours in self._made.items() if header[k] != ours}
-            _file(header, 0, 0.0), int(header["start"])
+            if not foreign:
+                _file(header, 0, 0.0), int(header["start"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._report(path, f"it is no checkpoint ({type(error).__name__})")
             return None
@@ -241,28 +277,60 @@ class DiskTier:
                 ]
 
     def _remove(self, stem: str) -> None:
-        """Removes a file and those that continue it; the lock is held."""
-        for child in [n for n, f in self._files.items() if f.parent == stem]:
-            self._remove(child)
-        if self._files.pop(stem, None) is not None:
-            (self._folder / f"{stem}{SUFFIX}").unlink(missing_ok=True)
+        """Removes a file that none continues; the lock is held, here and below."""
+        del self._files[stem]
+        for suffix in (SUFFIX, NAMES):
+            (self._folder / f"{stem}{suffix}").unlink(missing_ok=True)
 
-    def _make_room(self) -> None:
-        """Removes files that none continues, least recently used first, until the budget holds."""
-        total = sum(f.size for f in self._files.values())
-        while total > self._budget:
+    def _prune(self) -> None:
+        """Removes files that are kept for nobody and that none continues."""
+        while True:
             parents = {f.parent for f in self._files.values()}
-            ends = [n for n in self._files if n not in parents]
-            name = min(ends, key=lambda n: self._files[n].used)
-            total -= self._files.pop(name).size
-            (self._folder / f"{name}{SUFFIX}").unlink(missing_ok=True)
+            gone = [n for n, f in self._files.items() if f.is_base and n not in parents]
+            if not gone:
+                return
+            for stem in gone:
+                self._remove(stem)
+
+    def _make_room(self, newest: str) -> None:
+        """Removes files that none continues, least recently used first, until the budget holds.
+
+        Pinned ones stay; if nothing else is left, the newest goes.
+        """
+        while sum(f.size for f in self._files.values()) > self.budget:
+            parents = {f.parent for f in self._files.values()}
+            ends = [n for n, f in self._files.items() if n not in parents and not f.pinned]
+            if not ends and newest not in self._files:
+                return
+            self._remove(min(ends or [newest], key=lambda n: self._files[n].used))
+            self._prune()
+
+    def _note(self, changed: Sequence[File]) -> None:
+        """Writes for whom files are kept now, if they are still there."""
+        stems = {id(file): stem for stem, file in self._files.items()}
+        for file in changed:
+            if (stem := stems.get(id(file))) is not None:
+                try:
+                    _write(self._folder / f"{stem}{NAMES}", names_text(file).encode())
+                except OSError as error:
+                    log.warning("names of checkpoint %s cannot be written: %s", stem, error)
+
+    def _read_names(self, stem: str) -> None:
+        """Takes in for whom a file is kept, if that has changed since it was written."""
+        path = self._folder / f"{stem}{NAMES}"
+        try:
+            for what, value in names_in(path.read_text()).items():
+                setattr(self._files[stem], what, value)
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            self._report(path, f"it holds no names ({type(error).__name__})")
 
 
-def _file(header: dict[str, str], size: int, used: float) -> _File:
+def _file(header: dict[str, str], size: int, used: float) -> File:
     """Raises KeyError or ValueError if the header lacks something."""
-    return _File(
-        header["parent"], size, used, header["tenant"], header["name"], int(header["position"])
-    )
+    position, names = int(header["position"]), names_in(header["names"])
+    return File(header["parent"], size, used, header["tenant"], position, **names)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -4,7 +4,7 @@ One arena of rows, each as large as a page; a state takes as many rows as it nee
 ratio of pages to states follows the load. Checkpoints share the rows of what they have in common.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,6 +67,12 @@ class HostTier:
         """Bytes allocated."""
         return self._rows.numel()
 
+    def bytes_of(self, checkpoints: Collection[Checkpoint]) -> int:
+        """Bytes that some checkpoints hold together."""
+        pages = {row for c in checkpoints for row in self.index.pages_of(c).tolist()}
+        states = sum(len(self._states[c.slot]) for c in checkpoints)
+        return self._row * (len(pages) + states)
+
     def match(self, tenant: str, tokens: Ints, keys: Sequence[bytes], limit: int) -> Match:
         """As `PrefixIndex.match`."""
         return self.index.match(tenant, tokens, keys, limit)
@@ -119,9 +125,9 @@ class HostTier:
         self._counted.release(freed.pages)
         self._counted.release(self._states.pop(int(freed.slots[0])))
 
-    def of(self, tenant: str, name: str = "") -> list[Checkpoint]:
-        """A tenant's checkpoints, of one name or of all."""
-        return [c for c in self.index if c.tenant == tenant and c.goes_by(name)]
+    def of(self, tenant: str | None, name: str = "") -> list[Checkpoint]:
+        """A tenant's checkpoints, of one name or of all; tenant: None for every one's."""
+        return [c for c in self.index if tenant in (None, c.tenant) and c.goes_by(name)]
 
     def _evict(self) -> bool:
         victim = self.index.victim(self._clock())

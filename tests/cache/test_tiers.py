@@ -9,6 +9,7 @@ import torch
 from flide_engine.cache.disk import SUFFIX, DiskTier
 from flide_engine.cache.host import HostTier
 from flide_engine.cache.index import grain_keys
+from flide_engine.cache.names import Named
 from flide_engine.cache.pool import Pool
 from flide_engine.errors import ConfigError
 from flide_engine.layout.plan import Ints
@@ -103,7 +104,8 @@ def saved(disk: DiskTier, grains: int, seed: int = 0, name: str = "s") -> torch.
     tokens = text(grains, seed)
     pages = torch.arange(9 * 16, dtype=torch.uint8).reshape(9, 16)[:grains] + seed
     state = torch.full((40,), grains, dtype=torch.uint8)
-    disk.save("t", name, grain_keys(tokens), tokens, lambda first: (pages[first:], state))
+    known = Named(name=name)
+    disk.save("t", known, grain_keys(tokens), tokens, lambda first: (pages[first:], state))
     return pages
 
 
@@ -124,8 +126,8 @@ def test_disk_outlives_the_process_and_writes_what_is_new_only(tmp_path: Path) -
     assert loaded is not None
     assert torch.equal(loaded.pages, pages)
     assert loaded.state.tolist() == [5] * 40
-    assert sorted(again.of("t"))[0][:2] == ("s", 256)
-    assert sum(size for _, _, size in again.of("t", "s")) == again.bytes_held
+    assert sorted((f.name, f.position) for f in again.of("t"))[0] == ("s", 256)
+    assert sum(f.size for f in again.of("t", "s")) == again.bytes_held
 
 
 @pytest.mark.parametrize("at", [5, 300, -3])

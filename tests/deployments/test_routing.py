@@ -209,6 +209,39 @@ def test_bad_session_ids(fleet: Fleet) -> None:
         fleet.engine.decide.remote(asked, session_id="a\nb").result(timeout_s=60)
 
 
+def test_states_of_every_replica(fleet: Fleet) -> None:
+    """Listed with those that have them, inspected, kept, branched, rolled back, deleted."""
+    names = [f"states {i}" for i in range(12)]
+    for i, name in enumerate(names):
+        for size in (500, 1000):
+            fleet.over_http(request(text(1000, f"states {i}")[:size]), name)
+    page = fleet.http.get("/v1/states", params={"limit": 1000}).json()
+    assert not page["partial"]
+    assert page["replicas_asked"] == page["replicas_answered"] == 3
+    known = {state["id"]: state for state in page["states"]}
+    assert set(names) <= set(known)
+    replicas = {r for name in names for r in known[name]["replicas"]}
+    assert replicas <= set(fleet.counters())
+    assert len(replicas) > 1
+    at = "/v1/states/states%200"
+    step = fleet.http.get(at).json()["steps"][0]["tokens"]
+    last = fleet.http.post(f"{at}/snapshot").json()["tokens"]
+    assert last == known["states 0"]["tokens"] > step
+    branch = fleet.http.post(f"{at}/branch", json={"name": "branch/0", "tokens": step})
+    assert branch.json()["tokens"] == step
+    back = fleet.http.post(f"{at}/rollback", json={"tokens": step}).json()
+    assert (back["tokens"], back["in_use"]) == (step, 0)
+    assert fleet.http.delete(at).status_code == 200
+    assert fleet.http.get(at).status_code == 404
+    assert fleet.http.get("/v1/states/branch%2F0").json()["tokens"] == step
+    for name in [*names[1:], "branch%2F0"]:
+        deleted = fleet.http.delete(f"/v1/states/{name}")
+        assert deleted.json()["copies"] > 0
+        assert not deleted.json()["partial"]
+    left = fleet.http.get("/v1/states", params={"limit": 1000}).json()["states"]
+    assert not {state["id"] for state in left} & {*names, "branch/0"}
+
+
 def test_a_killed_replica_loses_nothing(fleet: Fleet) -> None:
     """SIGKILL under load, half of it over HTTP: every call is answered, and as before."""
     asked = [request(text(250 + 20 * i, f"kill {i}")) for i in range(24)]
@@ -245,6 +278,28 @@ def test_a_killed_replica_loses_nothing(fleet: Fleet) -> None:
     assert {number for number, _ in got[at:]} == set(range(len(asked)))
     assert max(abs(value - expected[number]) for number, value in got) < TOLERANCE
     assert victim["replica"] not in fleet.counters()
+
+
+def test_a_replica_that_dies_under_a_listing_costs_its_part(fleet: Fleet) -> None:
+    """It is stopped, so that the call is in it, and then killed: half a list, marked."""
+    for i in range(6):
+        fleet.over_http(request(text(500, f"part {i}")), f"part {i}")
+    victim = next(iter(fleet.counters().values()))["process"]
+    os.kill(victim, signal.SIGSTOP)
+    found: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: found.append(fleet.http.get("/v1/states?limit=1000")))
+    thread.start()
+    try:
+        time.sleep(1.0)
+        assert not found
+    finally:
+        os.kill(victim, signal.SIGKILL)
+        thread.join()
+    assert found[0].status_code == 200, found[0].text
+    page = found[0].json()
+    assert page["partial"]
+    assert page["replicas_answered"] == page["replicas_asked"] - 1
+    assert page["states"]
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 100.0) -> None:

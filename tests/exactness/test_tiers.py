@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from flide_engine.cache.names import MOST_BRANCHES
 from flide_engine.config import EngineConfig
 from flide_engine.engine import Engine
+from flide_engine.errors import TooManyBranches, TooMuchPinned
 
 NOUL = {"type": "noul", "instructions": "Is it so?"}
 
@@ -37,11 +39,11 @@ def plain(checkpoint: Path) -> Any:
     engine.close()
 
 
-def config(checkpoint: Path, **more: Any) -> EngineConfig:
+def config(checkpoint: Path, pool_bytes: int = 1_500_000, **more: Any) -> EngineConfig:
     """A device pool that holds one agent's state, not several."""
     return EngineConfig(
-        model=str(checkpoint), max_prompt_tokens=768, max_request_tokens=1024,
-        max_round_tokens=256, pool_bytes=1_500_000, slot_share=0.5, host_bytes=8 << 20, **more,
+        model=str(checkpoint), max_prompt_tokens=768, max_request_tokens=1024, pin_share=0.5,
+        max_round_tokens=256, pool_bytes=pool_bytes, slot_share=0.5, host_bytes=8 << 20, **more,
     )  # fmt: skip
 
 
@@ -88,6 +90,34 @@ def test_a_restart_goes_on_from_disk(checkpoint: Path, plain: Engine, tmp_path: 
     third.close()
 
 
+def test_an_anchor_stays_with_its_state(checkpoint: Path, tmp_path: Path) -> None:
+    """On every tier, after a restart and in an export; a nameless state is found by it."""
+    first = Engine(config(checkpoint, disk_folder=tmp_path))
+    for name, agent, anchor in (("", 1, "00ff"), ("run", 2, "11ee")):
+        first.submit(ask(agent, 40), tenant="acme", name=name, anchor=anchor).result(60)
+    settled(first)
+    everyone = first.states(tenant=None)
+    assert {(s.tenant, s.name, s.anchor) for s in everyone} == {
+        ("acme", "", "00ff"), ("acme", "run", "11ee"),
+    }  # fmt: skip
+    assert {s.tier for s in everyone} == {"device", "host", "disk"}
+    assert {s.anchor for s in first.states("acme", "00ff")} == {"00ff"}
+    assert not first.states("acme", "11ee")
+    assert not first.states()
+    parcels = first.export_state("00ff", "acme")
+    first.submit(ask(1, 40), tenant="acme", anchor="22dd").result(60)
+    assert "22dd" in {s.anchor for s in first.states("acme")}
+    first.close()
+    second = Engine(config(checkpoint, disk_folder=tmp_path))
+    assert {s.anchor for s in second.states(tenant=None)} == {"00ff", "11ee"}
+    assert all(s.tier == "disk" for s in second.states(tenant=None))
+    second.forget("00ff", "acme")
+    assert {s.name for s in second.states(tenant=None)} == {"run"}
+    assert second.import_state(parcels[0]) > 0
+    assert [s.anchor for s in second.states("acme", "00ff")] == ["00ff"]
+    second.close()
+
+
 def test_forgetting_a_state_removes_every_copy(checkpoint: Path, tmp_path: Path) -> None:
     """Device, host and files."""
     engine = Engine(config(checkpoint, disk_folder=tmp_path))
@@ -106,7 +136,7 @@ def test_forgetting_a_state_removes_every_copy(checkpoint: Path, tmp_path: Path)
 
 def test_a_trajectory_is_rolled_back_and_branched(checkpoint: Path, plain: Engine) -> None:
     """What comes after a step is forgotten; a branch outlives the trajectory it left."""
-    engine = Engine(config(checkpoint))
+    engine = Engine(config(checkpoint, pool_bytes=2_000_000))
     try:
         for words in (20, 40):
             probability(engine, ask(7, words), name="run")
@@ -128,5 +158,106 @@ def test_a_trajectory_is_rolled_back_and_branched(checkpoint: Path, plain: Engin
         engine.drop_checkpoints()
         held = engine.accounting()
         assert held.page_bytes_held == held.slot_bytes_held == 0
+    finally:
+        engine.close()
+
+
+def test_a_branch_outlives_its_trajectory_on_every_tier(
+    checkpoint: Path, plain: Engine, tmp_path: Path
+) -> None:
+    """Forgetting the first name leaves what the second needs on the host and on disk, restarts
+    included; what it does not need goes.
+    """
+    first = Engine(config(checkpoint, disk_folder=tmp_path))
+    for words in (20, 30, 40):
+        probability(first, ask(7, words), name="run")
+    settled(first)
+    tokens = first.branch("run", "other", 200, anchor="00ff")
+    assert {s.tier for s in first.states(name="other")} == {"device", "host", "disk"}
+    assert {(s.tokens, s.anchor) for s in first.states(name="other")} == {(tokens, "00ff")}
+    for words in (31, 34):  # its own way from there
+        state = ask(7, 21)["state"] + " no" * words
+        probability(first, ask(7, 21) | {"state": state}, name="other")
+    settled(first)
+    assert first.forget("run") > 0
+    assert not first.states(name="run")
+    assert {s.name for s in first.states()} == {"other"}
+    assert {s.tier for s in first.states() if s.tokens == tokens} == {"device", "host", "disk"}
+    first.close()
+    second = Engine(config(checkpoint, disk_folder=tmp_path))
+    assert {s.name for s in second.states()} == {"other"}
+    request = ask(7, 45)
+    assert probability(second, request) == pytest.approx(probability(plain, request), abs=1e-6)
+    assert second.counters().from_disk == tokens
+    assert second.forget("other") > 0
+    assert {s.name for s in second.states()} == {""}  # what the nameless request left
+    assert tokens not in {s.tokens for s in second.states()}
+    second.forget("")
+    assert not second.states()
+    assert not list(tmp_path.iterdir())
+    second.close()
+
+
+def test_a_state_that_two_sessions_share_belongs_to_both(checkpoint: Path) -> None:
+    """Whoever computed it: the other finds it by its name, and keeps it when the first is gone."""
+    engine = Engine(config(checkpoint, pool_bytes=2_000_000))
+    try:
+        for name in ("a", "b"):
+            probability(engine, ask(5, 40), name=name)
+        last = engine.snapshot("a")
+        assert engine.snapshot("b") == last
+        engine.forget("a")
+        assert not engine.states(name="a")
+        assert last in {s.tokens for s in engine.states(name="b")}
+    finally:
+        engine.close()
+
+
+def test_pins_hold_on_every_tier_and_are_bounded(checkpoint: Path, tmp_path: Path) -> None:
+    """A snapshot is there after other states have filled every tier, and after a restart; what may
+    be pinned is a part of each tier.
+    """
+    small = config(
+        checkpoint, pool_bytes=2_000_000, disk_folder=tmp_path, disk_bytes=3 << 20
+    ).model_copy(update={"host_bytes": 3 << 20})
+    engine = Engine(small)
+    probability(engine, ask(1, 40), name="keep")
+    settled(engine)
+    tokens = engine.snapshot("keep")
+    for agent in range(2, 14):
+        probability(engine, ask(agent, 40), name=f"n{agent}")
+        settled(engine)
+    kept = [s for s in engine.states(name="keep") if s.tokens == tokens]
+    assert {s.tier for s in kept} == {"device", "host", "disk"}
+    assert all(s.pinned for s in kept)
+    with pytest.raises(TooMuchPinned, match="pin_share"):
+        engine.pin("")
+    assert not any(s.pinned for s in engine.states() if s.name != "keep")
+    engine.close()
+    again = Engine(small)
+    assert any(s.pinned for s in again.states(name="keep"))
+    for agent in range(14, 26):
+        probability(again, ask(agent, 40))
+        settled(again)
+    assert {s.tokens for s in again.states(name="keep")} >= {tokens}
+    again.pin("keep", pinned=False)
+    for agent in range(26, 38):
+        probability(again, ask(agent, 40))
+        settled(again)
+    assert not again.states(name="keep")
+    again.close()
+
+
+def test_a_checkpoint_is_kept_for_a_bounded_number_of_names(checkpoint: Path) -> None:
+    """The next branch is refused and leaves no trace."""
+    engine = Engine(config(checkpoint))
+    try:
+        probability(engine, ask(1, 40), name="run")
+        for i in range(MOST_BRANCHES):
+            assert engine.branch("run", f"b{i}")
+        with pytest.raises(TooManyBranches, match="64"):
+            engine.branch("run", "one more")
+        assert not engine.states(name="one more")
+        assert len({s.name for s in engine.states()}) == MOST_BRANCHES + 1
     finally:
         engine.close()

@@ -1,0 +1,235 @@
+"""States by name: what is remembered of them, kept, forgotten, branched, handed to other processes.
+
+Only the engine's thread uses it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from flide_engine.cache.disk import File
+from flide_engine.cache.index import Checkpoint, PrefixIndex, grain_keys
+from flide_engine.cache.names import MOST_BRANCHES
+from flide_engine.cache.pool import Pool
+from flide_engine.cache.transfer import put_in, read, take_out
+from flide_engine.checkpoints import Checkpoints
+from flide_engine.config import GRAIN
+from flide_engine.errors import PoolExhausted, TooManyBranches, TooMuchPinned
+from flide_engine.tiers import Tiers
+
+
+@dataclass(frozen=True)
+class StateInfo:
+    """One checkpoint: whose it is, the name of its state ("" for none), the anchor that this was
+    last routed on ("" for none), its tokens, how often it was resumed from, whether it is kept from
+    eviction, where it is ("device", "host", "disk"), and the bytes it adds there to the one before.
+    """
+
+    tenant: str
+    name: str
+    anchor: str
+    tokens: int
+    hits: int
+    pinned: bool
+    tier: str
+    bytes: int
+
+
+class States:
+    """The checkpoints of an engine, by tenant and name."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        pool: Pool,
+        tiers: Tiers | None,
+        clock: Callable[[], float],
+        pin_share: float,
+        least_pages: int,
+    ) -> None:
+        """pin_share: part of a tier that may be kept from eviction. least_pages: what must not be,
+        or a request could find no room.
+        """
+        self._kept, self._index = checkpoints, checkpoints.index
+        self._pool, self._tiers, self._clock = pool, tiers, clock
+        self._pin_share, self._least_pages = pin_share, least_pages
+
+    def export(self, tenant: str, name: str, weights: str) -> list[bytes]:
+        """A tenant's checkpoints as bytes, of one name or of all, longest first."""
+        return [
+            take_out(
+                self._pool, tenant, c.name, self._index.tokens_of(c), self._index.pages_of(c),
+                c.slot, weights, c.anchor,
+            )
+            for c in self.of(tenant, name)
+        ]  # fmt: skip
+
+    def adopt(self, data: bytes, weights: str) -> int:
+        """Takes in a checkpoint from elsewhere: its tokens, or 0 if it was known already.
+
+        Raises CheckpointRefused, and PoolExhausted if no room can be made for it.
+        """
+        parcel = read(data, self._pool, weights)
+        keys = grain_keys(parcel.tokens)
+        match = self._index.match(parcel.tenant, parcel.tokens, keys, parcel.position)
+        if match.checkpoint is not None and match.checkpoint.position == parcel.position:
+            return 0
+        pages = self._kept.take(self._pool.pages, parcel.position // GRAIN)
+        try:
+            slot = self._kept.take(self._pool.slots, 1)
+        except PoolExhausted:
+            self._pool.pages.release(pages)
+            raise
+        put_in(self._pool, parcel, pages, int(slot[0]))
+        _, taken, _ = self._index.insert(
+            parcel.tenant, parcel.tokens, keys, pages, int(slot[0]), self._clock(),
+            parcel.name, parcel.anchor,
+        )  # fmt: skip
+        # pages of grains that are known already hold the same: those that came are not needed
+        self._pool.pages.release(np.setdiff1d(pages, taken).astype(np.int32))
+        self._kept.version += 1
+        return parcel.position
+
+    def of(self, tenant: str | None, name: str = "") -> list[Checkpoint]:
+        """A tenant's checkpoints, of one name or of all, longest first.
+
+        tenant: None for every one's. name: also the anchor of a state that has no name.
+        """
+        found = [c for c in self._index if tenant in (None, c.tenant) and c.goes_by(name)]
+        return sorted(found, key=lambda c: -c.position)
+
+    def pin(self, tenant: str, name: str, pinned: bool) -> int:
+        """Keeps a named state from eviction on every tier, or no longer: how many copies.
+
+        Raises TooMuchPinned.
+        """
+        return self._pin(tenant, name, pinned, None)
+
+    def snapshot(self, tenant: str, name: str) -> int:
+        """Pins the longest checkpoint of a named state: its tokens, or 0 if there is none.
+
+        Raises TooMuchPinned.
+        """
+        longest = self._longest(tenant, name, 1 << 62)
+        if longest:
+            self._pin(tenant, name, True, longest)
+        return longest
+
+    def forget(self, tenant: str, name: str, beyond: int = -1) -> int:
+        """Keeps a named state past `beyond` tokens for it no longer, on every tier, but for what is
+        in use: how many copies. Those that are kept for no other name are dropped.
+        """
+        count = self._tiers.forget(tenant, name, beyond) if self._tiers is not None else 0
+        for checkpoint in self.of(tenant, name):
+            if checkpoint.position <= beyond or checkpoint.locks:
+                continue
+            count += 1
+            if not checkpoint.leave(name):
+                self._kept.free(self._index.remove(checkpoint))
+        return count
+
+    def branch(self, tenant: str, name: str, new: str, tokens: int, anchor: str) -> int:
+        """Keeps the longest checkpoint of a named state, at no more than `tokens`, for another name
+        too, on every tier: its tokens, or 0 if there is none.
+
+        anchor: what the other name is routed on. Raises TooManyBranches.
+        """
+        longest = self._longest(tenant, name, tokens)
+        if not longest:
+            return 0
+        memory = [c for _, _, c in self._in_memory(tenant, name) if c.position == longest]
+        files = [f for f in self._files(tenant, name) if f.position == longest]
+        if any(len(c.branches) == MOST_BRANCHES for c in (*memory, *files)):
+            raise TooManyBranches(name, MOST_BRANCHES)
+        for checkpoint in memory:
+            checkpoint.keep_for(new, anchor)
+        if self._tiers is not None and self._tiers.disk is not None:
+            self._tiers.disk.branch(files, new, anchor)
+        return longest
+
+    def describe(self, tenant: str | None, name: str) -> list[StateInfo]:
+        """What is remembered of a tenant's states, of one name or of all, longest first.
+
+        tenant: None for every one's. A checkpoint with several names is told once for each.
+        """
+        page = self._pool.shape.page_bytes(self._pool.dtype.itemsize)
+        slot = self._pool.shape.slot_bytes(self._pool.dtype.itemsize)
+        infos = [
+            StateInfo(
+                c.tenant, known_as, anchor, c.position, c.hits, c.pinned, tier,
+                slot + page * index.own_pages(c),
+            )
+            for tier, index, c in self._in_memory(tenant, name)
+            for known_as, anchor in c.names()
+        ]  # fmt: skip
+        infos += [
+            StateInfo(f.tenant, known_as, anchor, f.position, 0, f.pinned, "disk", f.size)
+            for f in self._files(tenant, name)
+            for known_as, anchor in f.names()
+        ]
+        found = [i for i in infos if name in ("", i.name or i.anchor)]
+        return sorted(found, key=lambda i: -i.tokens)
+
+    def _in_memory(
+        self, tenant: str | None, name: str
+    ) -> list[tuple[str, PrefixIndex, Checkpoint]]:
+        """(tier, its index, checkpoint) of device and host."""
+        found = [("device", self._index, c) for c in self.of(tenant, name)]
+        if self._tiers is not None:
+            host = self._tiers.host
+            found += [("host", host.index, c) for c in host.of(tenant, name)]
+        return found
+
+    def _files(self, tenant: str | None, name: str) -> list[File]:
+        """Those on disk."""
+        if self._tiers is None or self._tiers.disk is None:
+            return []
+        return self._tiers.disk.of(tenant, name)
+
+    def _longest(self, tenant: str, name: str, tokens: int) -> int:
+        """Tokens of a named state's longest checkpoint on any tier, at no more than `tokens`."""
+        known = [c.position for _, _, c in self._in_memory(tenant, name)]
+        known += [f.position for f in self._files(tenant, name)]
+        return max((p for p in known if p <= tokens), default=0)
+
+    def _pin(self, tenant: str, name: str, pinned: bool, position: int | None) -> int:
+        """As `pin`; position: only what is of so many tokens."""
+        memory = [
+            (index, c)
+            for _, index, c in self._in_memory(tenant, name)
+            if position in (None, c.position)
+        ]
+        files = [f for f in self._files(tenant, name) if position in (None, f.position)]
+        if pinned:
+            self._check_share(name, memory, files)
+        for _, checkpoint in memory:
+            checkpoint.pinned = pinned
+        if self._tiers is not None and self._tiers.disk is not None:
+            self._tiers.disk.pin(files, pinned)
+        return len(memory) + len(files)
+
+    def _check_share(
+        self, name: str, memory: list[tuple[PrefixIndex, Checkpoint]], files: list[File]
+    ) -> None:
+        """Raises TooMuchPinned if a tier would keep too much with these, too."""
+
+        def pinned(index: PrefixIndex) -> set[Checkpoint]:
+            return {c for c in index if c.pinned} | {c for i, c in memory if i is index}
+
+        here, pages, slots = pinned(self._index), self._pool.pages, self._pool.slots
+        used = {page for c in here for page in self._index.pages_of(c).tolist()}
+        share, total = self._pin_share, len(pages.counts)
+        kept = [
+            (pages.kind, len(used), min(share * total, total - self._least_pages)),
+            (slots.kind, len(here), share * len(slots.counts)),
+        ]
+        if self._tiers is not None:
+            host, disk = self._tiers.host, self._tiers.disk
+            held = host.bytes_of(pinned(host.index))
+            kept.append(("bytes of host memory", held, share * host.bytes_total))
+            if disk is not None:
+                kept.append(("bytes on disk", disk.bytes_with(files), share * disk.budget))
+        for kind, count, limit in kept:
+            if count > limit:
+                raise TooMuchPinned(name, count, kind, int(limit), "pin_share")
