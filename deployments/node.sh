@@ -11,3 +11,5 @@ export RAY_SERVE_HAPROXY_RETRY_ON="conn-failure empty-response"
 # HAProxy can only ask again what it still has in its buffer: bodies up to this many bytes.
 export RAY_SERVE_HAPROXY_TUNE_BUFSIZE=1048576
 export RAY_USAGE_STATS_ENABLED=0
+# Each connection is a file; as many as this machine lets a user have.
+ulimit -n "$(ulimit -Hn)"
