@@ -199,18 +199,28 @@ class Overloaded(UnavailableError):
 
 
 class NotReady(UnavailableError):
-    """The engine is starting or stopping."""
+    """The engine is starting or stopping; `retry_after_ms` is when it should be there, 0 if nobody
+    can tell.
+    """
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
+    def __init__(self, reason: str, retry_after_ms: int = 0) -> None:
+        super().__init__(reason, retry_after_ms)
+        self.reason, self.retry_after_ms = reason, retry_after_ms
+
+    def __str__(self) -> str:
+        later = f"; try again in {self.retry_after_ms} ms" if self.retry_after_ms else ""
+        return self.reason + later
 
 
 class EngineStopped(UnavailableError):
-    """The engine ended while it had the request: another one may answer it."""
+    """The engine ended while it had the request: another one may answer it.
 
-    def __init__(self, cause: str) -> None:
-        super().__init__(cause)
-        self.cause = cause
+    running: whether the request was in the round that it ended with, or only waited.
+    """
+
+    def __init__(self, cause: str, running: bool = True) -> None:
+        super().__init__(cause, running)
+        self.cause, self.running = cause, running
 
     def __str__(self) -> str:
         return f"the engine stopped: {self.cause}"

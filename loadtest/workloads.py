@@ -9,7 +9,7 @@ import gzip
 import heapq
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,16 +189,19 @@ def load(name: str, data: Path | None = DATA, options: Options = Options()) -> W
     """
     if name not in NAMES:
         raise ValueError(f"no workload {name!r}; there are {', '.join(NAMES)}")
-    read: Callable[[str], list[Record]] = synthetic.records
-    if data is not None and data.is_dir():
-        folder = data
-        read = lambda file: _read(folder / f"{file}.jsonl.gz")  # noqa: E731
     wanted: Iterable[str] = MIXED if name == "mixed" else (name,)
-    return Workload(name, {work: _kept(work, read(FILES[work])) for work in wanted}, options)
+    return Workload(
+        name, {work: _kept(work, records(FILES[work], data)) for work in wanted}, options
+    )
 
 
-def _read(path: Path) -> list[Record]:
-    with gzip.open(path, "rt") as lines:
+def records(file: str, data: Path | None = DATA) -> list[Record]:
+    """The records of a workload file, named without its ending; synthetic ones if the folder is
+    absent or None. Raises FileNotFoundError if the folder lacks the file.
+    """
+    if data is None or not data.is_dir():
+        return synthetic.records(file)
+    with gzip.open(data / f"{file}.jsonl.gz", "rt") as lines:
         return [json.loads(line) for line in lines]
 
 

@@ -25,13 +25,27 @@ class Reasons:
         return dict(self._counts)
 
 
+class Members:
+    """How many replicas there are. Written by one event loop."""
+
+    def __init__(self) -> None:
+        self.count: int | None = None
+        """None before the first was heard of."""
+
+
 class Shared(NamedTuple):
     """board: predicted waits, which callers write and routers read; reasons: why replicas were
-    chosen.
+    chosen; members: how many there are.
     """
 
     board: Board
     reasons: Reasons
+    members: Members
+
+
+def nothing_shared() -> Shared:
+    """What is known of a deployment at first."""
+    return Shared(Board(), Reasons(), Members())
 
 
 _shared: dict[tuple[str, str], Shared] = {}
@@ -40,4 +54,4 @@ _shared: dict[tuple[str, str], Shared] = {}
 def shared(app: str, deployment: str) -> Shared:
     """What is known of a deployment; the same for every caller in this process, on any thread."""
     found = _shared.get((app, deployment))
-    return found or _shared.setdefault((app, deployment), Shared(Board(), Reasons()))
+    return found or _shared.setdefault((app, deployment), nothing_shared())

@@ -67,7 +67,7 @@ def error_body(error: FlideError) -> dict[str, Any]:
 
 def error_headers(error: FlideError) -> list[tuple[bytes, bytes]]:
     """When to try again, and how to authenticate."""
-    if isinstance(error, Overloaded):
+    if isinstance(error, (Overloaded, NotReady)) and error.retry_after_ms:
         seconds = max(1, math.ceil(error.retry_after_ms / 1000))
         return [
             (b"retry-after", b"%d" % seconds),

@@ -14,8 +14,8 @@ from typing import Any
 from ray import cloudpickle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from router.boards import Reasons, Shared
-from router.policy import SHIPPED, Board, Limits, Policy
+from router.boards import Reasons, Shared, nothing_shared
+from router.policy import SHIPPED, Limits, Policy
 from router.routing_key import RouteKey, as_key, route_key
 
 log = logging.getLogger("ray.serve")
@@ -27,6 +27,9 @@ for _name in (*SHIPPED, "router.boards"):
 
 KEYED = ("decide", "decide_with_load")
 """Methods of a replica that are about a state, and take `route`, `anchor` and `home`."""
+
+ADOPT = "adopt"
+"""The one that takes over a state from a replica that leaves: for its next owner alone."""
 
 FALLBACKS = 2
 """Replicas tried in order after the chosen one; then whichever has least to do."""
@@ -58,6 +61,7 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         self._dead &= {replica.replica_id for replica in replicas}
         live = [replica for replica in replicas if replica.replica_id not in self._dead]
         self._by_name = {replica.replica_id.unique_id: replica for replica in live}
+        self._shared.members.count = len(live)
         # Stats come unpickled anew each time; the policy reads those that are another object. To
         # hand over the old ones spares it 999 of 1,000.
         told = {name: replica.routing_stats for name, replica in self._by_name.items()}
@@ -106,9 +110,13 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             return [candidate_replicas]
 
     def _ranked(self, request: PendingRequest) -> list[list[RunningReplica]]:
-        keyed = request.metadata.call_method in KEYED
+        method, now = request.metadata.call_method, time.monotonic()
+        keyed = method in (*KEYED, ADOPT)
         key = key_of_call(request.args, request.kwargs) if keyed else None
-        choice = self._policy.choose(key, time.monotonic())
+        if key is not None and method == ADOPT:
+            choice = self._policy.owner(key, now)
+        else:
+            choice = self._policy.choose(key, now)
         if choice is None:
             return []
         self.reasons.count(choice.reason)
@@ -142,5 +150,5 @@ def _shared_of(app: str, deployment: str) -> Shared:
     try:
         from router.boards import shared
     except ImportError:
-        return Shared(Board(), Reasons())
+        return nothing_shared()
     return shared(app, deployment)

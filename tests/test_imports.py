@@ -24,6 +24,7 @@ ONLY = {
         "router/ingress.py",
         "router/asking.py",
         "router/fan_out.py",
+        "router/suspects.py",
         "deployments/",
         "loadtest/handles.py",
     ),
