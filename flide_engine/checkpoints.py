@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from flide_engine.cache.host import Copied
-from flide_engine.cache.index import Checkpoint, Freed, PrefixIndex, grain_keys
+from flide_engine.cache.index import Checkpoint, Freed, PrefixIndex
 from flide_engine.cache.marks import MarkPolicy
 from flide_engine.cache.pool import Counted, Pool
-from flide_engine.cache.transfer import put_in, read, take_out
 from flide_engine.config import GRAIN
 from flide_engine.errors import PoolExhausted
 from flide_engine.layout.plan import Anchor, Ints
@@ -34,21 +33,6 @@ class Counters:
     from_disk: int = 0
     rounds: int = 0
     busy_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class StateInfo:
-    """One checkpoint: the name of its state, its tokens, how often it was resumed from, whether it
-    is kept from eviction, where it is ("device", "host", "disk"), and the bytes it adds there to
-    the one before it.
-    """
-
-    name: str
-    tokens: int
-    hits: int
-    pinned: bool
-    tier: str
-    bytes: int
 
 
 class Checkpoints:
@@ -133,7 +117,7 @@ class Checkpoints:
         """
         for checkpoint in work.kept:
             if not checkpoint.locks and checkpoint in self.index:
-                self._free(self.index.remove(checkpoint))
+                self.free(self.index.remove(checkpoint))
         work.kept.clear()
 
     def make_room(self, error: PoolExhausted) -> bool:
@@ -148,7 +132,7 @@ class Checkpoints:
             if self._tiers is not None:
                 self._copy(victim)
                 self._tiers.settle(copies=True)
-            self._free(self.index.remove(victim))
+            self.free(self.index.remove(victim))
         return True
 
     def copy_some(self, most: int) -> None:
@@ -221,9 +205,9 @@ class Checkpoints:
             base.locks += 1
         try:
             first = base.position // GRAIN if base else 0
-            pages = self._take(self._pool.pages, position // GRAIN - first)
+            pages = self.take(self._pool.pages, position // GRAIN - first)
             try:
-                slot = int(self._take(self._pool.slots, 1)[0])
+                slot = int(self.take(self._pool.slots, 1)[0])
             except PoolExhausted:
                 self._pool.pages.release(pages)
                 raise
@@ -252,122 +236,14 @@ class Checkpoints:
                 counts["disk"] = len(self._tiers.disk)
         return counts
 
-    def export(self, tenant: str, name: str, weights: str) -> list[bytes]:
-        """A tenant's checkpoints as bytes, of one name or of all, longest first."""
-        return [
-            take_out(
-                self._pool,
-                tenant,
-                c.name,
-                self.index.tokens_of(c),
-                self.index.pages_of(c),
-                c.slot,
-                weights,
-            )
-            for c in self.of(tenant, name)
-        ]
-
-    def adopt(self, data: bytes, weights: str) -> int:
-        """Takes in a checkpoint from elsewhere: its tokens, or 0 if it was known already.
-
-        Raises CheckpointRefused, and PoolExhausted if no room can be made for it.
-        """
-        parcel = read(data, self._pool, weights)
-        keys = grain_keys(parcel.tokens)
-        match = self.index.match(parcel.tenant, parcel.tokens, keys, parcel.position)
-        if match.checkpoint is not None and match.checkpoint.position == parcel.position:
-            return 0
-        pages = self._take(self._pool.pages, parcel.position // GRAIN)
-        try:
-            slot = self._take(self._pool.slots, 1)
-        except PoolExhausted:
-            self._pool.pages.release(pages)
-            raise
-        put_in(self._pool, parcel, pages, int(slot[0]))
-        _, taken, _ = self.index.insert(
-            parcel.tenant, parcel.tokens, keys, pages, int(slot[0]), self._clock(), parcel.name
-        )
-        # pages of grains that are known already hold the same: those that came are not needed
-        self._pool.pages.release(np.setdiff1d(pages, taken).astype(np.int32))
-        self.version += 1
-        return parcel.position
-
-    def _take(self, counted: Counted, count: int) -> Ints:
+    def take(self, counted: Counted, count: int) -> Ints:
+        """Pages or slots, giving up checkpoints for them. Raises PoolExhausted if too few are."""
         while True:
             try:
                 return counted.take(count)
             except PoolExhausted as error:
                 if not self.make_room(error):
                     raise
-
-    def of(self, tenant: str, name: str = "") -> list[Checkpoint]:
-        """A tenant's checkpoints, of one name or of all, longest first."""
-        found = [c for c in self.index if c.tenant == tenant and c.goes_by(name)]
-        return sorted(found, key=lambda c: -c.position)
-
-    def pin(self, tenant: str, name: str, pinned: bool) -> int:
-        """Keeps checkpoints from eviction, or no longer: how many."""
-        found = self.of(tenant, name)
-        for checkpoint in found:
-            checkpoint.pinned = pinned
-        return len(found)
-
-    def forget(self, tenant: str, name: str, beyond: int = -1) -> int:
-        """Drops a tenant's checkpoints of that name past `beyond` tokens, on every tier, that are
-        not in use: how many of the device's. One that is kept for another name, too, stays.
-        """
-        if self._tiers is not None:
-            self._tiers.forget(tenant, name, beyond)
-        count = 0
-        for checkpoint in self.of(tenant, name):
-            if checkpoint.position <= beyond or checkpoint.locks:
-                continue
-            if name and checkpoint.branches:
-                _rename(checkpoint, name)
-                continue
-            self._free(self.index.remove(checkpoint))
-            count += 1
-        return count
-
-    def snapshot(self, tenant: str, name: str) -> int:
-        """Pins the longest checkpoint of a named state: its tokens, or 0 if there is none."""
-        found = self.of(tenant, name)
-        if not found:
-            return 0
-        found[0].pinned = True
-        return found[0].position
-
-    def branch(self, tenant: str, name: str, new: str, tokens: int) -> int:
-        """Keeps the longest checkpoint of a named state, at no more than `tokens`, for another name
-        too: its tokens, or 0 if there is none.
-        """
-        found = [c for c in self.of(tenant, name) if c.position <= tokens]
-        if not found:
-            return 0
-        found[0].branches.add(new)
-        return found[0].position
-
-    def states(self, tenant: str, name: str) -> list[StateInfo]:
-        """What is remembered of a tenant's states, of one name or of all, longest first."""
-        page = self._pool.shape.page_bytes(self._pool.dtype.itemsize)
-        slot = self._pool.shape.slot_bytes(self._pool.dtype.itemsize)
-        known = [("device", self.index, c) for c in self.of(tenant, name)]
-        if self._tiers is not None:
-            host = self._tiers.host
-            known += [("host", host.index, c) for c in host.of(tenant, name)]
-        infos = [
-            StateInfo(
-                c.name if name in ("", c.name) else name, c.position, c.hits, c.pinned, tier,
-                slot + page * index.own_pages(c),
-            )
-            for tier, index, c in known
-        ]  # fmt: skip
-        if self._tiers is not None and self._tiers.disk is not None:
-            infos += [
-                StateInfo(n, tokens, 0, False, "disk", size)
-                for n, tokens, size in self._tiers.disk.of(tenant, name)
-            ]
-        return sorted(infos, key=lambda i: -i.tokens)
 
     def drop_all(self) -> None:
         """Forgets every checkpoint on device and host that is not in use; files stay."""
@@ -377,17 +253,10 @@ class Checkpoints:
                 self._tiers.host.forget(copy)
         for checkpoint in list(self.index):
             if not checkpoint.locks:
-                self._free(self.index.remove(checkpoint))
+                self.free(self.index.remove(checkpoint))
 
-    def _free(self, freed: Freed) -> None:
+    def free(self, freed: Freed) -> None:
+        """The index gave up pages and slots."""
         self._pool.pages.release(freed.pages)
         self._pool.slots.release(freed.slots)
         self.version += 1
-
-
-def _rename(checkpoint: Checkpoint, gone: str) -> None:
-    """Takes one name off a checkpoint that has others."""
-    if gone in checkpoint.branches:
-        checkpoint.branches.discard(gone)
-    elif checkpoint.branches:
-        checkpoint.name = checkpoint.branches.pop()

@@ -21,9 +21,9 @@ from flide_engine.api import DecisionRequest, DecisionResponse, Usage
 from flide_engine.cache.disk import Loaded
 from flide_engine.cache.index import grain_keys
 from flide_engine.cache.marks import MarkPolicy
-from flide_engine.cache.pool import Accounting, Pool, split_budget
-from flide_engine.checkpoints import Checkpoints, Counters, StateInfo
-from flide_engine.config import GRAIN, EngineConfig
+from flide_engine.cache.pool import Accounting, Pool
+from flide_engine.checkpoints import Checkpoints, Counters
+from flide_engine.config import EngineConfig
 from flide_engine.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -38,7 +38,6 @@ from flide_engine.errors import (
 from flide_engine.families.base import ModelCard, Rendered
 from flide_engine.families.registry import load_family
 from flide_engine.graphs import executor_for
-from flide_engine.layout.state_shape import StateShape
 from flide_engine.layout.tree import build_forest
 from flide_engine.loop import RoundLoop, fail
 from flide_engine.models.registry import load_model
@@ -46,6 +45,7 @@ from flide_engine.models.weights import weights_hash
 from flide_engine.resolve import (
     device_pool_bytes,
     locate,
+    pool_size,
     resolve_device,
     resolve_dtype,
     resolve_kernels,
@@ -53,6 +53,7 @@ from flide_engine.resolve import (
 )
 from flide_engine.runner import Runner
 from flide_engine.scheduler import Scheduler
+from flide_engine.states import StateInfo, States
 from flide_engine.tiers import Tiers
 from flide_engine.work import RequestWork
 
@@ -60,12 +61,6 @@ log = logging.getLogger(__name__)
 
 ALIASES = ("jev-latest",)
 """Model names that every client sends and that mean whatever is served."""
-
-MIN_SLOTS = 16
-"""Recurrent states of a pool without a byte budget, before those of checkpoints."""
-
-CHECKPOINT_BYTES = 128 << 20
-"""Bytes for checkpoints' pages, and as many for their states, in a pool without a byte budget."""
 
 
 class Engine:
@@ -95,7 +90,7 @@ class Engine:
             own = torch.cuda.memory_reserved(device)
             free, total = torch.cuda.mem_get_info(device)
             budget = device_pool_bytes(free, total, own, config.device_share)
-        sizes = self._pool_size(model.state_shape, dtype, budget)
+        sizes = pool_size(config, model.state_shape, dtype, budget)
         pool = Pool(model.state_shape, *sizes, dtype, device)
         # compiles now what a round would wait for
         build_forest([np.arange(2, dtype=np.int32) for _ in range(2)])
@@ -108,6 +103,7 @@ class Engine:
         self._checkpoints = Checkpoints(
             pool, MarkPolicy(), config.keep_checkpoints, clock, self._tiers
         )
+        self._states = States(self._checkpoints, pool, self._tiers, clock)
         self._loop = RoundLoop(
             Runner(executor, pool, config.fork),
             Scheduler(
@@ -197,42 +193,42 @@ class Engine:
 
     def states(self, tenant: str = "", name: str = "") -> list[StateInfo]:
         """What is remembered of a tenant's states, of one name or of all, longest first."""
-        found: list[StateInfo] = self._loop.call(lambda: self._checkpoints.states(tenant, name))
+        found: list[StateInfo] = self._loop.call(lambda: self._states.describe(tenant, name))
         return found
 
     def pin(self, name: str, tenant: str = "", pinned: bool = True) -> int:
         """Keeps a named state's checkpoints from eviction, or no longer: how many."""
-        return int(self._loop.call(lambda: self._checkpoints.pin(tenant, name, pinned)))
+        return int(self._loop.call(lambda: self._states.pin(tenant, name, pinned)))
 
     def snapshot(self, name: str, tenant: str = "") -> int:
         """Keeps the longest checkpoint of a named state from eviction: its tokens, 0 if there is
         none; `rollback` and `branch` take them.
         """
-        return int(self._loop.call(lambda: self._checkpoints.snapshot(tenant, name)))
+        return int(self._loop.call(lambda: self._states.snapshot(tenant, name)))
 
     def rollback(self, name: str, tokens: int, tenant: str = "") -> int:
         """Forgets what a named state was after `tokens`, on every tier: how many checkpoints.
 
         The next request that begins alike resumes from what is left.
         """
-        return int(self._loop.call(lambda: self._checkpoints.forget(tenant, name, tokens)))
+        return int(self._loop.call(lambda: self._states.forget(tenant, name, tokens)))
 
     def branch(self, name: str, new: str, tokens: int = 1 << 62, tenant: str = "") -> int:
         """Keeps a named state as it was after at most `tokens` for a second trajectory: the tokens
         that both begin with, 0 if nothing is remembered. Either may be forgotten without the other.
         """
-        return int(self._loop.call(lambda: self._checkpoints.branch(tenant, name, new, tokens)))
+        return int(self._loop.call(lambda: self._states.branch(tenant, name, new, tokens)))
 
     def forget(self, name: str, tenant: str = "") -> int:
         """Drops a named state on every tier, but for what requests are using: how many checkpoints
         of the device.
         """
-        return int(self._loop.call(lambda: self._checkpoints.forget(tenant, name)))
+        return int(self._loop.call(lambda: self._states.forget(tenant, name)))
 
     def export_state(self, name: str = "", tenant: str = "") -> list[bytes]:
         """A tenant's checkpoints, of one name or of all, for another process with these weights."""
         found: list[bytes] = self._loop.call(
-            lambda: self._checkpoints.export(tenant, name, self.weights_hash)
+            lambda: self._states.export(tenant, name, self.weights_hash)
         )
         return found
 
@@ -241,7 +237,7 @@ class Engine:
 
         Raises CheckpointRefused.
         """
-        return int(self._loop.call(lambda: self._checkpoints.adopt(data, self.weights_hash)))
+        return int(self._loop.call(lambda: self._states.adopt(data, self.weights_hash)))
 
     def drop_checkpoints(self) -> None:
         """Forgets every checkpoint that no request is using."""
@@ -357,25 +353,6 @@ class Engine:
                 f"max_prompt_tokens {self.config.max_prompt_tokens} exceeds the model's"
                 f" max_position_embeddings {positions}"
             )
-
-    def _pool_size(
-        self, shape: StateShape, dtype: torch.dtype, budget: int | None
-    ) -> tuple[int, int]:
-        """(pages, slots). Raises ConfigError if the longest prompt and one round do not fit."""
-        config = self.config
-        needed = (config.max_prompt_tokens + config.max_round_tokens) // GRAIN + 1
-        if budget is None:
-            size = dtype.itemsize
-            pages = needed + CHECKPOINT_BYTES // max(1, shape.page_bytes(size))
-            return pages, MIN_SLOTS + CHECKPOINT_BYTES // max(1, shape.slot_bytes(size))
-        pages, slots = split_budget(shape, budget, config.slot_share, dtype)
-        if needed > pages:
-            raise ConfigError(
-                f"pool_bytes {budget} holds {pages} pages of {GRAIN} tokens;"
-                f" max_prompt_tokens {config.max_prompt_tokens} with max_round_tokens"
-                f" {config.max_round_tokens} needs {needed}"
-            )
-        return pages, slots
 
 
 def parse_request(request: DecisionRequest | dict[str, Any]) -> DecisionRequest:

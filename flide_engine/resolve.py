@@ -6,8 +6,11 @@ from pathlib import Path
 
 import torch
 
+from flide_engine.cache.pool import split_budget
+from flide_engine.config import GRAIN, EngineConfig
 from flide_engine.errors import ConfigError
 from flide_engine.kernels import REFERENCE, Kernels
+from flide_engine.layout.state_shape import StateShape
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +101,35 @@ def device_pool_bytes(free: int, total: int, own: int, share: float) -> int:
             f" {own} are taken by weights, {workspace} are needed for graphs and activations"
         )
     return left
+
+
+MIN_SLOTS = 16
+"""Recurrent states of a pool without a byte budget, before those of checkpoints."""
+
+CHECKPOINT_BYTES = 128 << 20
+"""Bytes for checkpoints' pages, and as many for their states, in a pool without a byte budget."""
+
+
+def pool_size(
+    config: EngineConfig, shape: StateShape, dtype: torch.dtype, budget: int | None
+) -> tuple[int, int]:
+    """(pages, slots) of an engine's pool; budget: bytes, None for as much as it needs.
+
+    Raises ConfigError if the longest prompt and one round do not fit.
+    """
+    needed = (config.max_prompt_tokens + config.max_round_tokens) // GRAIN + 1
+    if budget is None:
+        size = dtype.itemsize
+        pages = needed + CHECKPOINT_BYTES // max(1, shape.page_bytes(size))
+        return pages, MIN_SLOTS + CHECKPOINT_BYTES // max(1, shape.slot_bytes(size))
+    pages, slots = split_budget(shape, budget, config.slot_share, dtype)
+    if needed > pages:
+        raise ConfigError(
+            f"pool_bytes {budget} holds {pages} pages of {GRAIN} tokens;"
+            f" max_prompt_tokens {config.max_prompt_tokens} with max_round_tokens"
+            f" {config.max_round_tokens} needs {needed}"
+        )
+    return pages, slots
 
 
 SMALL_HIDDEN = 512

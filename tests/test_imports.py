@@ -14,7 +14,7 @@ LEVELS = [
     {"cache", "models", "admission"},
     {"scheduler", "readout", "resolve", "tiers", "work"},
     {"device_plan", "executor", "rounds", "checkpoints"},
-    {"runner", "graphs"},
+    {"runner", "graphs", "states"},
     {"loop"},
     {"engine"},
 ]

@@ -1,0 +1,158 @@
+"""States by name: what is remembered of them, kept, forgotten, branched, handed to other processes.
+
+Only the engine's thread uses it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from flide_engine.cache.index import Checkpoint, grain_keys
+from flide_engine.cache.pool import Pool
+from flide_engine.cache.transfer import put_in, read, take_out
+from flide_engine.checkpoints import Checkpoints
+from flide_engine.config import GRAIN
+from flide_engine.errors import PoolExhausted
+from flide_engine.tiers import Tiers
+
+
+@dataclass(frozen=True)
+class StateInfo:
+    """One checkpoint: the name of its state, its tokens, how often it was resumed from, whether it
+    is kept from eviction, where it is ("device", "host", "disk"), and the bytes it adds there to
+    the one before it.
+    """
+
+    name: str
+    tokens: int
+    hits: int
+    pinned: bool
+    tier: str
+    bytes: int
+
+
+class States:
+    """The checkpoints of an engine, by tenant and name."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        pool: Pool,
+        tiers: Tiers | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._kept, self._index = checkpoints, checkpoints.index
+        self._pool, self._tiers, self._clock = pool, tiers, clock
+
+    def export(self, tenant: str, name: str, weights: str) -> list[bytes]:
+        """A tenant's checkpoints as bytes, of one name or of all, longest first."""
+        return [
+            take_out(
+                self._pool, tenant, c.name, self._index.tokens_of(c), self._index.pages_of(c),
+                c.slot, weights,
+            )
+            for c in self.of(tenant, name)
+        ]  # fmt: skip
+
+    def adopt(self, data: bytes, weights: str) -> int:
+        """Takes in a checkpoint from elsewhere: its tokens, or 0 if it was known already.
+
+        Raises CheckpointRefused, and PoolExhausted if no room can be made for it.
+        """
+        parcel = read(data, self._pool, weights)
+        keys = grain_keys(parcel.tokens)
+        match = self._index.match(parcel.tenant, parcel.tokens, keys, parcel.position)
+        if match.checkpoint is not None and match.checkpoint.position == parcel.position:
+            return 0
+        pages = self._kept.take(self._pool.pages, parcel.position // GRAIN)
+        try:
+            slot = self._kept.take(self._pool.slots, 1)
+        except PoolExhausted:
+            self._pool.pages.release(pages)
+            raise
+        put_in(self._pool, parcel, pages, int(slot[0]))
+        _, taken, _ = self._index.insert(
+            parcel.tenant, parcel.tokens, keys, pages, int(slot[0]), self._clock(), parcel.name
+        )
+        # pages of grains that are known already hold the same: those that came are not needed
+        self._pool.pages.release(np.setdiff1d(pages, taken).astype(np.int32))
+        self._kept.version += 1
+        return parcel.position
+
+    def of(self, tenant: str, name: str = "") -> list[Checkpoint]:
+        """A tenant's checkpoints, of one name or of all, longest first."""
+        found = [c for c in self._index if c.tenant == tenant and c.goes_by(name)]
+        return sorted(found, key=lambda c: -c.position)
+
+    def pin(self, tenant: str, name: str, pinned: bool) -> int:
+        """Keeps checkpoints from eviction, or no longer: how many."""
+        found = self.of(tenant, name)
+        for checkpoint in found:
+            checkpoint.pinned = pinned
+        return len(found)
+
+    def forget(self, tenant: str, name: str, beyond: int = -1) -> int:
+        """Drops a tenant's checkpoints of that name past `beyond` tokens, on every tier, that are
+        not in use: how many of the device's. One that is kept for another name, too, stays.
+        """
+        if self._tiers is not None:
+            self._tiers.forget(tenant, name, beyond)
+        count = 0
+        for checkpoint in self.of(tenant, name):
+            if checkpoint.position <= beyond or checkpoint.locks:
+                continue
+            if name and checkpoint.branches:
+                _rename(checkpoint, name)
+                continue
+            self._kept.free(self._index.remove(checkpoint))
+            count += 1
+        return count
+
+    def snapshot(self, tenant: str, name: str) -> int:
+        """Pins the longest checkpoint of a named state: its tokens, or 0 if there is none."""
+        found = self.of(tenant, name)
+        if not found:
+            return 0
+        found[0].pinned = True
+        return found[0].position
+
+    def branch(self, tenant: str, name: str, new: str, tokens: int) -> int:
+        """Keeps the longest checkpoint of a named state, at no more than `tokens`, for another name
+        too: its tokens, or 0 if there is none.
+        """
+        found = [c for c in self.of(tenant, name) if c.position <= tokens]
+        if not found:
+            return 0
+        found[0].branches.add(new)
+        return found[0].position
+
+    def describe(self, tenant: str, name: str) -> list[StateInfo]:
+        """What is remembered of a tenant's states, of one name or of all, longest first."""
+        page = self._pool.shape.page_bytes(self._pool.dtype.itemsize)
+        slot = self._pool.shape.slot_bytes(self._pool.dtype.itemsize)
+        known = [("device", self._index, c) for c in self.of(tenant, name)]
+        if self._tiers is not None:
+            host = self._tiers.host
+            known += [("host", host.index, c) for c in host.of(tenant, name)]
+        infos = [
+            StateInfo(
+                c.name if name in ("", c.name) else name, c.position, c.hits, c.pinned, tier,
+                slot + page * index.own_pages(c),
+            )
+            for tier, index, c in known
+        ]  # fmt: skip
+        if self._tiers is not None and self._tiers.disk is not None:
+            infos += [
+                StateInfo(n, tokens, 0, False, "disk", size)
+                for n, tokens, size in self._tiers.disk.of(tenant, name)
+            ]
+        return sorted(infos, key=lambda i: -i.tokens)
+
+
+def _rename(checkpoint: Checkpoint, gone: str) -> None:
+    """Takes one name off a checkpoint that has others."""
+    if gone in checkpoint.branches:
+        checkpoint.branches.discard(gone)
+    elif checkpoint.branches:
+        checkpoint.name = checkpoint.branches.pop()
