@@ -19,7 +19,7 @@ from flide_engine.errors import FlideError, NotReady
 from router.asking import plain_error
 from router.policy import Load
 from router.receiver import Receiver
-from router.routing_key import as_key
+from router.routing_key import anchor_text, as_key
 from router.session_id import check_session_id
 
 log = logging.getLogger("ray.serve")
@@ -95,7 +95,10 @@ class EngineReplica:
     ) -> DecisionResponse:
         try:
             check_session_id(session_id)
-            future = self._engine.submit(request, tenant=tenant, name=session_id, alone=alone)
+            routed_on = anchor_text(anchor, route)
+            future = self._engine.submit(
+                request, tenant=tenant, name=session_id, alone=alone, anchor=routed_on
+            )
             self._received(route, anchor, home)
             try:
                 answers = await asyncio.wrap_future(future)

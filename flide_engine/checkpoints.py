@@ -89,8 +89,10 @@ class Checkpoints:
         """Work is about to run its first step: its checkpoint has been of use."""
         self.counters.asked += work.rendered.input_tokens
         if work.resume is not None:
-            work.resume.checkpoint.hits += 1
-            work.resume.checkpoint.used = self._clock()
+            checkpoint = work.resume.checkpoint
+            checkpoint.hits += 1
+            checkpoint.used = self._clock()
+            checkpoint.anchor = work.route or checkpoint.anchor
             work.reused = work.resume.anchor.position
             self.counters.reused += work.reused
 
@@ -100,8 +102,9 @@ class Checkpoints:
             return
         text = work.rendered.prompts[0]
         checkpoint, pages, slot_taken = self.index.insert(
-            work.tenant, text, work.keys, anchor.pages, anchor.slot, self._clock(), work.name
-        )
+            work.tenant, text, work.keys, anchor.pages, anchor.slot, self._clock(),
+            work.name, work.route,
+        )  # fmt: skip
         self._pool.pages.retain(pages)
         if slot_taken:
             work.kept.append(checkpoint)
@@ -221,7 +224,7 @@ class Checkpoints:
         self._pool.put_slot(slot, contents.state)
         every = np.concatenate([known.pages, pages]).astype(np.int32)
         _, taken, _ = self.index.insert(
-            work.tenant, tokens, keys, every, slot, self._clock(), work.name
+            work.tenant, tokens, keys, every, slot, self._clock(), work.name, work.route
         )
         self._pool.pages.release(np.setdiff1d(pages, taken).astype(np.int32))
         self.version += 1

@@ -152,14 +152,15 @@ class Engine:
         name: str = "",
         batch: bool = False,
         alone: bool = False,
+        anchor: str = "",
     ) -> "Future[DecisionResponse]":
         """A future of the answers; cancelling it before its round begins saves the work.
 
         tenant: whose checkpoints it may use and leave. name: what its state goes by (a session, a
         trajectory), to find its checkpoints again. batch: it may wait for rounds with room to
-        spare. alone: it shares no round, as others have failed with it. Errors of the request come
-        through the future. Raises NotReady if the engine is closed, Overloaded if too many
-        requests wait.
+        spare. alone: it shares no round, as others have failed with it. anchor: what it was routed
+        on; its checkpoints bear it. Errors of the request come through the future. Raises NotReady
+        if the engine is closed, Overloaded if too many requests wait.
         """
         future: Future[DecisionResponse] = Future()
         with self._lock:
@@ -170,9 +171,8 @@ class Engine:
                 retry = self._loop.retry_after_ms()
                 raise Overloaded(waiting, "requests", limit, "max_waiting_requests", retry)
             self._rendering += 1
-        how = (batch, alone)
-        asked = self._clock()
-        self._threads.submit(self._render, request, future, timeout, asked, tenant, name, how)
+        whose, how = (tenant, name, anchor), (batch, alone)
+        self._threads.submit(self._render, request, future, timeout, self._clock(), whose, how)
         return future
 
     def load(self) -> Load:
@@ -191,8 +191,11 @@ class Engine:
         """How many checkpoints each tier holds."""
         return self._checkpoints.counts()
 
-    def states(self, tenant: str = "", name: str = "") -> list[StateInfo]:
-        """What is remembered of a tenant's states, of one name or of all, longest first."""
+    def states(self, tenant: str | None = "", name: str = "") -> list[StateInfo]:
+        """What is remembered of a tenant's states, of one name or of all, longest first.
+
+        tenant: None for every one's. name: here and below also the anchor of a state without one.
+        """
         found: list[StateInfo] = self._loop.call(lambda: self._states.describe(tenant, name))
         return found
 
@@ -262,17 +265,16 @@ class Engine:
         future: "Future[DecisionResponse]",
         timeout: float | None,
         asked: float,
-        tenant: str,
-        name: str,
+        whose: tuple[str, str, str],
         how: tuple[bool, bool],
     ) -> None:
-        batch, alone = how
+        (tenant, name, anchor), (batch, alone) = whose, how
         try:
             if not future.cancelled():
                 rendered = self._prepare(parse_request(request))
                 keys = grain_keys(rendered.prompts[0][: rendered.state_tokens])
                 deadline = None if timeout is None else asked + timeout
-                work = RequestWork(rendered, future, deadline, timeout, tenant, name, keys)
+                work = RequestWork(rendered, future, deadline, timeout, tenant, name, keys, anchor)
                 work.alone, work.loaded = alone, self._fetch(work)
                 work.since = asked
                 work.passed("render", self._clock())

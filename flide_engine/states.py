@@ -19,12 +19,14 @@ from flide_engine.tiers import Tiers
 
 @dataclass(frozen=True)
 class StateInfo:
-    """One checkpoint: the name of its state, its tokens, how often it was resumed from, whether it
-    is kept from eviction, where it is ("device", "host", "disk"), and the bytes it adds there to
-    the one before it.
+    """One checkpoint: whose it is, the name of its state ("" for none), the anchor that this was
+    last routed on ("" for none), its tokens, how often it was resumed from, whether it is kept from
+    eviction, where it is ("device", "host", "disk"), and the bytes it adds there to the one before.
     """
 
+    tenant: str
     name: str
+    anchor: str
     tokens: int
     hits: int
     pinned: bool
@@ -50,7 +52,7 @@ class States:
         return [
             take_out(
                 self._pool, tenant, c.name, self._index.tokens_of(c), self._index.pages_of(c),
-                c.slot, weights,
+                c.slot, weights, c.anchor,
             )
             for c in self.of(tenant, name)
         ]  # fmt: skip
@@ -73,16 +75,20 @@ class States:
             raise
         put_in(self._pool, parcel, pages, int(slot[0]))
         _, taken, _ = self._index.insert(
-            parcel.tenant, parcel.tokens, keys, pages, int(slot[0]), self._clock(), parcel.name
-        )
+            parcel.tenant, parcel.tokens, keys, pages, int(slot[0]), self._clock(),
+            parcel.name, parcel.anchor,
+        )  # fmt: skip
         # pages of grains that are known already hold the same: those that came are not needed
         self._pool.pages.release(np.setdiff1d(pages, taken).astype(np.int32))
         self._kept.version += 1
         return parcel.position
 
-    def of(self, tenant: str, name: str = "") -> list[Checkpoint]:
-        """A tenant's checkpoints, of one name or of all, longest first."""
-        found = [c for c in self._index if c.tenant == tenant and c.goes_by(name)]
+    def of(self, tenant: str | None, name: str = "") -> list[Checkpoint]:
+        """A tenant's checkpoints, of one name or of all, longest first.
+
+        tenant: None for every one's. name: also the anchor of a state that has no name.
+        """
+        found = [c for c in self._index if tenant in (None, c.tenant) and c.goes_by(name)]
         return sorted(found, key=lambda c: -c.position)
 
     def pin(self, tenant: str, name: str, pinned: bool) -> int:
@@ -127,7 +133,7 @@ class States:
         found[0].branches.add(new)
         return found[0].position
 
-    def describe(self, tenant: str, name: str) -> list[StateInfo]:
+    def describe(self, tenant: str | None, name: str) -> list[StateInfo]:
         """What is remembered of a tenant's states, of one name or of all, longest first."""
         page = self._pool.shape.page_bytes(self._pool.dtype.itemsize)
         slot = self._pool.shape.slot_bytes(self._pool.dtype.itemsize)
@@ -137,15 +143,15 @@ class States:
             known += [("host", host.index, c) for c in host.of(tenant, name)]
         infos = [
             StateInfo(
-                c.name if name in ("", c.name) else name, c.position, c.hits, c.pinned, tier,
-                slot + page * index.own_pages(c),
+                c.tenant, name if name in c.branches else c.name, c.anchor, c.position, c.hits,
+                c.pinned, tier, slot + page * index.own_pages(c),
             )
             for tier, index, c in known
         ]  # fmt: skip
         if self._tiers is not None and self._tiers.disk is not None:
             infos += [
-                StateInfo(n, tokens, 0, False, "disk", size)
-                for n, tokens, size in self._tiers.disk.of(tenant, name)
+                StateInfo(f.tenant, f.name, f.anchor, f.position, 0, False, "disk", f.size)
+                for f in self._tiers.disk.of(tenant, name)
             ]
         return sorted(infos, key=lambda i: -i.tokens)
 

@@ -69,8 +69,9 @@ class Tiers:
         """
         with self._beside(pool) as done:
             made = self.host.store(
-                checkpoint.tenant, checkpoint.name, tokens, keys, pool, pages, checkpoint.slot
-            )
+                checkpoint.tenant, checkpoint.name, tokens, keys, pool, pages, checkpoint.slot,
+                checkpoint.anchor,
+            )  # fmt: skip
         if made is None:
             return False
         checkpoint.locks += 1
@@ -147,7 +148,8 @@ class Tiers:
             copied = self.host.read(pages[first:], state)
             return copied.pages, copied.state
 
-        return self.disk.save, checkpoint.tenant, checkpoint.name, keys, tokens, read
+        known = checkpoint.tenant, checkpoint.name
+        return self.disk.save, *known, keys, tokens, read, checkpoint.anchor
 
     @contextmanager
     def _beside(self, pool: Pool) -> Iterator[Callable[[], Any]]:

@@ -31,16 +31,16 @@ class Resume:
 class RequestWork:
     """One request. Only the engine's thread changes it once it is queued.
 
-    tenant: whose checkpoints it may use. name: what its state goes by, or "". keys: `grain_keys` of
-    its first prompt. deadline: on the engine's clock; timeout: the seconds it came from. resume:
-    the checkpoint it starts from. marks: positions in its state where checkpoints are wanted.
-    replays: its pieces; steps: which of them go into one round together, `at` the next one; empty
-    until it is planned. anchors: checkpoints held between pieces, by the piece that took them.
-    values: by read. seen: version of the index it was planned with, limit: tokens of a piece it
-    was planned with. alone: it shares no round. fault: why it cannot be planned. loaded: a
-    checkpoint of its state that was found on disk, until it is planned. kept: checkpoints it left.
-    reused: tokens that its checkpoint saved. times: seconds by stage so far; since: when the
-    present one began.
+    tenant: whose checkpoints it may use. name: what its state goes by, or "". route: the anchor it
+    was routed on, or "". keys: `grain_keys` of its first prompt. deadline: on the engine's clock;
+    timeout: the seconds it came from. resume: the checkpoint it starts from. marks: positions in
+    its state where checkpoints are wanted. replays: its pieces; steps: which of them go into one
+    round together, `at` the next one; empty until it is planned. anchors: checkpoints held between
+    pieces, by the piece that took them. values: by read. seen: version of the index it was planned
+    with, limit: tokens of a piece it was planned with. alone: it shares no round. fault: why it
+    cannot be planned. loaded: a checkpoint of its state that was found on disk, until it is
+    planned. kept: checkpoints it left. reused: tokens that its checkpoint saved. times: seconds by
+    stage so far; since: when the present one began.
     """
 
     rendered: Rendered
@@ -50,6 +50,7 @@ class RequestWork:
     tenant: str
     name: str
     keys: list[bytes]
+    route: str = ""
     resume: Resume | None = None
     marks: tuple[int, ...] = ()
     replays: list[Replay] = field(default_factory=list)

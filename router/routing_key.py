@@ -155,6 +155,30 @@ def session_entry(tenant: str, session: str) -> int:
     return int.from_bytes(digest, "little")
 
 
+def anchor_text(anchor: object, route: object = None) -> str:
+    """An anchor as 16 hex digits, in which a state without a session id is named; "" for none.
+
+    anchor: what a router routed on. route: the key, for a call that no router of ours has placed:
+    its anchor is the one it has before any opening is learned.
+    """
+    if not isinstance(anchor, int) or not 0 <= anchor < 1 << 64:
+        if (key := as_key(route)) is None:
+            return ""
+        session = session_entry(key.tenant, key.session) if key.session else 0
+        anchor = session or key.entries()[max(key.head, 0)]
+    return f"{anchor:016x}"
+
+
+def anchor_key(text: str, tenant: str, size: int) -> RouteKey:
+    """A key that is routed on the anchor of this text (`anchor_text`); size: bytes of the state.
+
+    Raises ValueError for anything but 16 hex digits.
+    """
+    if len(text) != 16:
+        raise ValueError(f"an anchor has 16 hex digits; got {text[:80]!r}")
+    return RouteKey(SCHEME, tenant, "", struct.pack("<Q", int(text, 16)), -1, size)
+
+
 class Recent(Generic[K, V]):
     """A mapping of the most recently used keys, at least `most` and at most twice as many.
 

@@ -31,9 +31,9 @@ FORMAT, SUFFIX = "flide-disk-1", ".checkpoint"
 
 
 @dataclass
-class _File:
+class File:
     """What is known of a file: the one it continues ("" for none), its length, its last use, whose
-    state it is of and what that goes by, tokens of the prefix.
+    state it is of, what that goes by and was routed on, tokens of the prefix.
     """
 
     parent: str
@@ -41,7 +41,12 @@ class _File:
     used: float
     tenant: str
     name: str
+    anchor: str
     position: int
+
+    def goes_by(self, name: str) -> bool:
+        """As `Checkpoint.goes_by`."""
+        return name in ("", self.name or self.anchor)
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class DiskTier:
         self._folder, self._budget, self._clock = folder, budget, clock
         self._made = {"format": FORMAT, "weights": weights, "layout": layout}
         self._lock = threading.Lock()
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, File] = {}
         self.refused = 0
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.glob(f"*{SUFFIX}*")):
@@ -95,13 +100,11 @@ class DiskTier:
                     return grains * GRAIN
         return 0
 
-    def of(self, tenant: str, name: str = "") -> list[tuple[str, int, int]]:
-        """(name, tokens, bytes) of a tenant's checkpoints, of one name or of all."""
+    def of(self, tenant: str | None, name: str = "") -> list[File]:
+        """A tenant's checkpoints, of one name or of all; tenant: None for every one's."""
         with self._lock:
             return [
-                (f.name, f.position, f.size)
-                for f in self._files.values()
-                if f.tenant == tenant and name in ("", f.name)
+                f for f in self._files.values() if tenant in (None, f.tenant) and f.goes_by(name)
             ]
 
     def forget(self, tenant: str, name: str, beyond: int = -1) -> int:
@@ -111,13 +114,13 @@ class DiskTier:
         with self._lock:
             before = len(self._files)
             for stem, file in list(self._files.items()):
-                if file.tenant == tenant and file.name == name and file.position > beyond:
+                if file.tenant == tenant and file.goes_by(name) and file.position > beyond:
                     self._remove(stem)
             return before - len(self._files)
 
     def save(
         self, tenant: str, name: str, keys: Sequence[bytes], tokens: Ints,
-        read: Callable[[int], tuple[Tensor, Tensor]],
+        read: Callable[[int], tuple[Tensor, Tensor]], anchor: str = "",
     ) -> None:  # fmt: skip
         """Writes a checkpoint, without what the longest one before it holds.
 
@@ -138,7 +141,7 @@ class DiskTier:
             "state": state.contiguous(),
         }
         header = {**self._made, "parent": parent, "start": str(start)}
-        header |= {"tenant": tenant, "name": name, "position": str(len(tokens))}
+        header |= {"tenant": tenant, "name": name, "anchor": anchor, "position": str(len(tokens))}
         header["checksum"] = _checksum(header, tensors)
         data = save(tensors, metadata=header)
         path = self._folder / f"{stem}{SUFFIX}"
@@ -258,11 +261,12 @@ class DiskTier:
             (self._folder / f"{name}{SUFFIX}").unlink(missing_ok=True)
 
 
-def _file(header: dict[str, str], size: int, used: float) -> _File:
+def _file(header: dict[str, str], size: int, used: float) -> File:
     """Raises KeyError or ValueError if the header lacks something."""
-    return _File(
-        header["parent"], size, used, header["tenant"], header["name"], int(header["position"])
-    )
+    return File(
+        header["parent"], size, used, header["tenant"], header["name"], header.get("anchor", ""),
+        int(header["position"]),
+    )  # fmt: skip
 
 
 def _write(path: Path, data: bytes) -> None:

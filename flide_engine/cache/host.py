@@ -73,7 +73,7 @@ class HostTier:
 
     def store(
         self, tenant: str, name: str, tokens: Ints, keys: Sequence[bytes], pool: Pool, pages: Ints,
-        slot: int,
+        slot: int, anchor: str = "",
     ) -> Checkpoint | None:  # fmt: skip
         """Copies a checkpoint of the pool, without what is here already; None if there is no room.
 
@@ -85,6 +85,7 @@ class HostTier:
             known = self.index.match(tenant, tokens, keys, position)
             if known.checkpoint is not None and known.checkpoint.position == position:
                 known.checkpoint.used = self._clock()
+                known.checkpoint.anchor = anchor or known.checkpoint.anchor
                 return known.checkpoint
             new = pages[known.agreed // GRAIN :]
             try:
@@ -99,7 +100,7 @@ class HostTier:
         self._states[number] = rows[len(new) :]
         every = np.concatenate([np.zeros(known.agreed // GRAIN, np.int32), rows[: len(new)]])
         made, _, _ = self.index.insert(
-            tenant, tokens, keys, every.astype(np.int32), number, self._clock(), name
+            tenant, tokens, keys, every.astype(np.int32), number, self._clock(), name, anchor
         )
         return made
 
@@ -119,9 +120,9 @@ class HostTier:
         self._counted.release(freed.pages)
         self._counted.release(self._states.pop(int(freed.slots[0])))
 
-    def of(self, tenant: str, name: str = "") -> list[Checkpoint]:
-        """A tenant's checkpoints, of one name or of all."""
-        return [c for c in self.index if c.tenant == tenant and c.goes_by(name)]
+    def of(self, tenant: str | None, name: str = "") -> list[Checkpoint]:
+        """A tenant's checkpoints, of one name or of all; tenant: None for every one's."""
+        return [c for c in self.index if tenant in (None, c.tenant) and c.goes_by(name)]
 
     def _evict(self) -> bool:
         victim = self.index.victim(self._clock())

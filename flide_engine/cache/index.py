@@ -48,7 +48,7 @@ class Checkpoint:
     tenant: whose it is. position: tokens before it. slot: of its recurrent state. used: when it was
     last taken or resumed from. hits: how often it was resumed from. locks: by how many it is in
     use. name: what its state goes by (a session, a trajectory), or "". branches: further names it
-    is kept for. pinned: never evicted.
+    is kept for. anchor: what its state was last routed on, or "". pinned: never evicted.
     """
 
     tenant: str
@@ -58,13 +58,14 @@ class Checkpoint:
     hits: int = 0
     locks: int = 0
     name: str = ""
+    anchor: str = ""
     pinned: bool = False
     branches: set[str] = field(default_factory=set)
     _grain: _Grain | None = None
 
     def goes_by(self, name: str) -> bool:
-        """Whether a name means it; "" means every one."""
-        return name in ("", self.name) or name in self.branches
+        """Whether a name means it; "" means every one, an anchor those without a name."""
+        return name in ("", self.name or self.anchor) or name in self.branches
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ class PrefixIndex:
         slot: int,
         now: float,
         name: str = "",
+        anchor: str = "",
     ) -> tuple[Checkpoint, Ints, bool]:
         """A checkpoint after `len(pages)` grains of a prompt: (it, pages taken, whether `slot`
         was).
@@ -151,8 +153,10 @@ class PrefixIndex:
             at = child
         if at.checkpoint is not None:
             at.checkpoint.used = now
+            at.checkpoint.anchor = anchor or at.checkpoint.anchor
             return at.checkpoint, np.array(taken, np.int32), False
-        made = Checkpoint(tenant, GRAIN * len(pages), slot, now, name=name, _grain=at)
+        position = GRAIN * len(pages)
+        made = Checkpoint(tenant, position, slot, now, name=name, anchor=anchor, _grain=at)
         at.checkpoint = self._checkpoints[slot] = made
         return made, np.array(taken, np.int32), True
 

@@ -26,7 +26,8 @@ FORMAT = "flide-checkpoint-1"
 
 @dataclass(frozen=True)
 class Parcel:
-    """A checkpoint on its way: whose it is, its prefix's tokens [position] and its tensors.
+    """A checkpoint on its way: whose it is, what its state goes by and was routed on, its prefix's
+    tokens [position] and its tensors.
 
     tensors: keys, values [layers, position / 64, 64, kv_heads, head_dim], recurrent_state [layers,
     value_heads, key_dim, value_dim] float32, conv_state [layers, conv_rows, channels].
@@ -34,6 +35,7 @@ class Parcel:
 
     tenant: str
     name: str
+    anchor: str
     tokens: Ints
     tensors: dict[str, Tensor]
 
@@ -44,8 +46,9 @@ class Parcel:
 
 
 def take_out(
-    pool: Pool, tenant: str, name: str, tokens: Ints, pages: Ints, slot: int, weights: str
-) -> bytes:
+    pool: Pool, tenant: str, name: str, tokens: Ints, pages: Ints, slot: int, weights: str,
+    anchor: str = "",
+) -> bytes:  # fmt: skip
     """The bytes of a checkpoint in a pool. weights: hash of the weights it was computed with."""
     at = torch.from_numpy(pages).long().to(pool.tensors.keys.device)
     tensors = {
@@ -62,6 +65,7 @@ def take_out(
         "layout": _layout(pool),
         "tenant": tenant,
         "name": name,
+        "anchor": anchor,
         "checksum": _checksum(tensors),
     }
     return bytes(save(tensors, metadata=header))
@@ -86,7 +90,7 @@ def read(data: bytes, pool: Pool, weights: str) -> Parcel:
     tokens = tensors.pop("tokens").numpy().astype(np.int32)
     if len(tokens) % GRAIN or tensors["keys"].shape[1] != len(tokens) // GRAIN:
         raise CheckpointRefused("it is damaged", f"{len(tokens)} tokens do not fit its pages")
-    return Parcel(header["tenant"], header["name"], tokens, tensors)
+    return Parcel(header["tenant"], header["name"], header.get("anchor", ""), tokens, tensors)
 
 
 def put_in(pool: Pool, parcel: Parcel, pages: Ints, slot: int) -> None:

@@ -124,8 +124,8 @@ def test_disk_outlives_the_process_and_writes_what_is_new_only(tmp_path: Path) -
     assert loaded is not None
     assert torch.equal(loaded.pages, pages)
     assert loaded.state.tolist() == [5] * 40
-    assert sorted(again.of("t"))[0][:2] == ("s", 256)
-    assert sum(size for _, _, size in again.of("t", "s")) == again.bytes_held
+    assert sorted((f.name, f.position) for f in again.of("t"))[0] == ("s", 256)
+    assert sum(f.size for f in again.of("t", "s")) == again.bytes_held
 
 
 @pytest.mark.parametrize("at", [5, 300, -3])

@@ -83,8 +83,8 @@ def test_typed_for_typed_and_plain_for_plain(replica: EngineReplica) -> None:
     assert asyncio.run(replica.decide(TYPED, "tenant", "session")) is GOOD
     assert asyncio.run(replica.decide(PLAIN)) == GOOD.model_dump()
     first, second = engine_of(replica).submitted
-    assert first == {"tenant": "tenant", "name": "session", "alone": False}
-    assert second == {"tenant": "", "name": "", "alone": False}
+    assert first == {"tenant": "tenant", "name": "session", "alone": False, "anchor": ""}
+    assert second == {"tenant": "", "name": "", "alone": False, "anchor": ""}
     with pytest.raises(InvalidRequest):
         asyncio.run(replica.decide(TYPED, session_id="x" * 257))
     with pytest.raises(ValueError, match="256 printable"):
@@ -111,6 +111,7 @@ def test_what_came_from_elsewhere_is_told(replica: EngineReplica) -> None:
     for i, (anchor, home) in enumerate(((7, "me"), (8, "other"), (9, ""))):
         asyncio.run(replica.decide(PLAIN, route=route, anchor=anchor, home=home))
         assert len(engine_of(replica).submitted) == i + 1
+        assert engine_of(replica).submitted[-1]["anchor"] == f"{anchor:016x}"
     for junk in (
         (route, None),
         (route, "x"),

@@ -88,6 +88,34 @@ def test_a_restart_goes_on_from_disk(checkpoint: Path, plain: Engine, tmp_path: 
     third.close()
 
 
+def test_an_anchor_stays_with_its_state(checkpoint: Path, tmp_path: Path) -> None:
+    """On every tier, after a restart and in an export; a nameless state is found by it."""
+    first = Engine(config(checkpoint, disk_folder=tmp_path))
+    for name, agent, anchor in (("", 1, "00ff"), ("run", 2, "11ee")):
+        first.submit(ask(agent, 40), tenant="acme", name=name, anchor=anchor).result(60)
+    settled(first)
+    everyone = first.states(tenant=None)
+    assert {(s.tenant, s.name, s.anchor) for s in everyone} == {
+        ("acme", "", "00ff"), ("acme", "run", "11ee"),
+    }  # fmt: skip
+    assert {s.tier for s in everyone} == {"device", "host", "disk"}
+    assert {s.anchor for s in first.states("acme", "00ff")} == {"00ff"}
+    assert not first.states("acme", "11ee")
+    assert not first.states()
+    parcels = first.export_state("00ff", "acme")
+    first.submit(ask(1, 40), tenant="acme", anchor="22dd").result(60)
+    assert "22dd" in {s.anchor for s in first.states("acme")}
+    first.close()
+    second = Engine(config(checkpoint, disk_folder=tmp_path))
+    assert {s.anchor for s in second.states(tenant=None)} == {"00ff", "11ee"}
+    assert all(s.tier == "disk" for s in second.states(tenant=None))
+    second.forget("00ff", "acme")
+    assert {s.name for s in second.states(tenant=None)} == {"run"}
+    assert second.import_state(parcels[0]) > 0
+    assert [s.anchor for s in second.states("acme", "00ff")] == ["00ff"]
+    second.close()
+
+
 def test_forgetting_a_state_removes_every_copy(checkpoint: Path, tmp_path: Path) -> None:
     """Device, host and files."""
     engine = Engine(config(checkpoint, disk_folder=tmp_path))

@@ -20,6 +20,8 @@ from router.routing_key import (
     Openings,
     Recent,
     RouteKey,
+    anchor_key,
+    anchor_text,
     as_key,
     key_of,
     route_key,
@@ -215,6 +217,21 @@ def test_a_message_list_is_routed_on_its_first_message() -> None:
     )
     alike = {anchor(openings, "hello", text(2000, i)) for i in range(30)}
     assert len(alike) > 20
+
+
+def test_an_anchor_as_text_is_routed_on_as_the_key_it_came_from() -> None:
+    """For states with and without a session id; without a router the key's own first anchor."""
+    for session in ("", "agent-7"):
+        key = route_key({"state": "word " * 900}, "acme", session)
+        anchor = Openings().anchor(key, 0.0).entry
+        text = anchor_text(anchor)
+        assert Openings().anchor(anchor_key(text, "acme", key.size), 0.0).entry == anchor
+        for none in (None, "x", -1, 1 << 64):
+            assert anchor_text(none, tuple(key)) == text
+    assert anchor_text(None) == anchor_text(None, ("x",)) == ""
+    for bad in ("", "12", "g" * 16):
+        with pytest.raises(ValueError, match=r"16 hex|invalid literal"):
+            anchor_key(bad, "acme", 0)
 
 
 def test_heard_openings_count_and_the_tables_are_bounded() -> None:
