@@ -16,7 +16,8 @@ class EngineConfig(BaseModel):
 
     model: str | None = Field(
         None,
-        description="Weights folder, or hub name[@revision]; none: the embedded model.",
+        description="Weights folder, hub name[@revision], or nano (random, for tests); none: the"
+        " embedded model.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto takes a GPU if one is visible."

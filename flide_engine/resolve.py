@@ -11,6 +11,8 @@ from flide_engine.config import GRAIN, EngineConfig
 from flide_engine.errors import ConfigError
 from flide_engine.kernels import REFERENCE, Kernels
 from flide_engine.layout.state_shape import StateShape
+from flide_engine.models.nano import NAME as NANO
+from flide_engine.models.nano import nano_folder
 
 log = logging.getLogger(__name__)
 
@@ -20,18 +22,21 @@ _WANTED = ["*.json", "*.safetensors", "*.jinja"]
 
 
 def locate(model: str | None) -> tuple[Path, str]:
-    """(weights folder, model name) of a folder, a hub name with an optional @revision, or none.
+    """(weights folder, model name) of a folder, a hub name with an optional @revision, "nano", or
+    none.
 
     A hub name is fetched into the hub's cache; HF_HOME, HF_TOKEN and HF_HUB_OFFLINE act as usual.
     Raises ConfigError if it is neither, or cannot be had.
     """
     if model is None:
         return EMBEDDED, "embedded"
+    if model == NANO:
+        return nano_folder(EMBEDDED), NANO
     if (folder := Path(model).expanduser()).is_dir():
         return folder, folder.resolve().name
     if not _HUB_NAME.fullmatch(model):
         raise ConfigError(
-            f"model {model!r} is neither a folder nor a hub name (owner/name[@revision])"
+            f"model {model!r} is neither a folder, a hub name (owner/name[@revision]) nor {NANO!r}"
         )
     from huggingface_hub import snapshot_download
 
