@@ -14,6 +14,7 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from deployments.config import AppArgs
+from deployments.drain import Leaving
 from deployments.replica import EngineReplica
 from router.ingress import Gateway
 
@@ -29,7 +30,7 @@ def build(args: AppArgs) -> Application:
         name=ENGINE,
         max_ongoing_requests=8 * args.agents_per_replica,
         health_check_period_s=2,
-        graceful_shutdown_timeout_s=60,
+        graceful_shutdown_timeout_s=args.graceful_shutdown_timeout_s,
         ray_actor_options={
             "num_gpus": gpus,
             "num_cpus": args.cpus_per_replica,
@@ -44,7 +45,8 @@ def build(args: AppArgs) -> Application:
         max_ongoing_requests=1000,
         ray_actor_options={"num_cpus": 0.1},
     )(Gateway)
-    bound = engine.bind(args.engine.model_dump(), args.names_by_key)
+    leaving = Leaving(args.handover, args.graceful_shutdown_timeout_s)
+    bound = engine.bind(args.engine.model_dump(), args.names_by_key, leaving)
     app: Application = gateway.bind(bound, args.key_hashes, args.max_body_bytes)
     return app
 

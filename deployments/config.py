@@ -6,6 +6,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flide_engine.config import EngineConfig
 
+HandOver = Literal["auto", "always", "never"]
+
 
 class AppArgs(BaseModel):
     """Arguments of one app. The engine's options stand beside them by their own names, e.g.
@@ -40,6 +42,17 @@ class AppArgs(BaseModel):
         gt=0,
         description="Agents (states asked about within a minute) that one engine replica is meant"
         " for.",
+    )
+    handover: HandOver = Field(
+        "auto",
+        description="Whether a replica that leaves gives its checkpoints to those who own their"
+        " states next; auto: where moving the bytes takes less time than computing them.",
+    )
+    graceful_shutdown_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds that a replica has to finish its requests and hand over before it is"
+        " killed.",
     )
     gpus_per_replica: float | None = Field(
         None,

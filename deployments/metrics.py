@@ -50,6 +50,7 @@ METRICS = {
         Metric("counter", "flide_busy_seconds", "Seconds in which a round was under way."),
         Metric("gauge", "flide_pool_bytes", "Bytes of the pool.", ("kind", "state")),
         Metric("gauge", "flide_checkpoints", "Checkpoints by tier.", ("tier",)),
+        Metric("counter", "flide_handovers", "Checkpoints given or taken by end.", ("way", "end")),
         Metric("gauge", "flide_wait_seconds", "Predicted wait of a request that comes now."),
     )
 }
@@ -91,6 +92,10 @@ class ReplicaMetrics:
         """A request was not: `cancelled`, or the class of its error."""
         outcome = type(error).__name__ if isinstance(error, FlideError) else "cancelled"
         self._of["flide_requests"].inc(1, {"outcome": outcome, "tenant": self.tenant(tenant)})
+
+    def handed_over(self, way: str, end: str, count: int = 1) -> None:
+        """Checkpoints were given or taken; end: as in `deployments.drain.hand_over`."""
+        self._add("flide_handovers", count, {"way": way, "end": end})
 
     def sample(self, engine: Any, wait_s: float) -> None:
         """What an engine has counted so far; called now and then."""

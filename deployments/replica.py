@@ -4,7 +4,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Coroutine, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -12,6 +13,7 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from deployments.demand import Demand
+from deployments.drain import Calls, Leaving, leave, take_over
 from deployments.metrics import ReplicaMetrics
 from flide_engine.api import DecisionRequest, DecisionResponse
 from flide_engine.config import EngineConfig
@@ -29,11 +31,18 @@ class EngineReplica:
     """Deployment `Engine`: enqueues, awaits, and never blocks its event loop."""
 
     def __init__(
-        self, config: dict[str, Any], tenant_names: Mapping[str, str] | None = None
+        self,
+        config: dict[str, Any],
+        tenant_names: Mapping[str, str] | None = None,
+        leaving: Leaving | None = None,
     ) -> None:
-        """config: fields of EngineConfig. tenant_names: what tenants are called in metrics."""
+        """config: fields of EngineConfig. tenant_names: what tenants are called in metrics.
+        leaving: what becomes of its checkpoints when it goes.
+        """
         from flide_engine.engine import Engine  # loads torch, in the replica only
 
+        self._leaving, self._draining = leaving or Leaving(), False
+        self._calls, self._taken_over = Calls(), Counter[str]()
         self._engine = Engine(EngineConfig.model_validate(config))
         self._id, self._receiver, self._demand = _own_id(), Receiver(), Demand()
         self._metrics = ReplicaMetrics(tenant_names or {})
@@ -93,6 +102,7 @@ class EngineReplica:
         home: str,
         alone: bool = False,
     ) -> DecisionResponse:
+        self._calls.began()
         try:
             check_session_id(session_id)
             routed_on = anchor_text(anchor, route)
@@ -108,6 +118,8 @@ class EngineReplica:
         except BaseException as error:
             self._metrics.failed(error, tenant)
             raise
+        finally:
+            self._calls.ended()
         self._answered += 1
         self._metrics.answered(answers, tenant)
         return answers
@@ -127,7 +139,8 @@ class EngineReplica:
         """Called by Serve each stats period; every router of the deployment gets the result."""
         load = self._load()
         self._metrics.sample(self._engine, load.wait_ms / 1000)
-        return self._receiver.stats(load, time.monotonic()).encode()
+        leaves = self._draining or not self._engine.is_alive()
+        return self._receiver.stats(load, time.monotonic(), leaves).encode()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve where the number of replicas follows the load."""
@@ -136,9 +149,30 @@ class EngineReplica:
             counters.busy_seconds, load.wait_ms, load.refused_tokens, load.tokens_per_ms
         )
 
+    async def adopt(
+        self,
+        pieces: list[Any],
+        weights: str,
+        route: object = None,
+        anchor: object = None,
+        home: str = "",
+    ) -> str:
+        """Takes over a checkpoint from a replica that leaves: how that ended, see
+        `deployments.drain.hand_over`.
+
+        pieces: a reference to its bytes. weights: hash of those it was computed with. route,
+        anchor, home: as in `decide`.
+        """
+        end = await take_over(self._engine, pieces, weights)
+        self._metrics.handed_over("taken", end)
+        self._taken_over[end] += 1
+        if end == "adopted" and (key := as_key(route)) is not None and home != self._id:
+            self._receiver.adopted(key)
+        return end
+
     async def counters(self) -> dict[str, Any]:
         """Since the start: requests answered, and tokens asked for, found in checkpoints, computed;
-        beside them this replica's id and process.
+        beside them this replica's id and process, and how hand-overs to it ended.
         """
         tokens = self._engine.counters()
         return {
@@ -148,6 +182,7 @@ class EngineReplica:
             "tokens_asked": tokens.asked,
             "tokens_reused": tokens.reused,
             "tokens_computed": tokens.computed,
+            "checkpoints_taken_over": dict(self._taken_over),
         }
 
     async def describe(self) -> dict[str, str]:
@@ -170,9 +205,27 @@ class EngineReplica:
         if not self._engine.is_alive():
             raise NotReady("the engine's thread has stopped")
 
-    def __del__(self) -> None:
-        if engine := getattr(self, "_engine", None):
-            engine.close()
+    def __del__(self) -> Coroutine[Any, Any, None] | None:
+        """Called by Serve, which awaits the result, when this replica is to go and has nothing in
+        flight any more; and by Python.
+        """
+        if (engine := getattr(self, "_engine", None)) is None:
+            return None
+        if self._id and not self._draining and asyncio._get_running_loop() is not None:
+            return self._leave()
+        engine.close()
+        return None
+
+    async def _leave(self) -> None:
+        self._draining = True
+        try:
+            ends = await leave(self._engine, self._leaving, self._calls.spent_s())
+            for end, count in ends.items():
+                self._metrics.handed_over("given", end, count)
+        except Exception:
+            log.exception("checkpoints could not be handed over; their states are computed anew")
+        finally:
+            await asyncio.to_thread(self._engine.close)
 
 
 def _own_id() -> str:

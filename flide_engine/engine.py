@@ -53,7 +53,7 @@ from flide_engine.resolve import (
 )
 from flide_engine.runner import Runner
 from flide_engine.scheduler import Scheduler
-from flide_engine.states import StateInfo, States
+from flide_engine.states import Leaf, StateInfo, States
 from flide_engine.tiers import Tiers
 from flide_engine.work import RequestWork
 
@@ -238,9 +238,21 @@ class Engine:
     def import_state(self, data: bytes) -> int:
         """Takes in an exported checkpoint: its tokens, or 0 if it was known.
 
-        Raises CheckpointRefused.
+        Raises CheckpointRefused, and PoolExhausted if no room can be made for it.
         """
-        return int(self._loop.call(lambda: self._states.adopt(data, self.weights_hash)))
+        parcel = self._states.read(data, self.weights_hash)  # here, as it holds up no round
+        return int(self._loop.call(lambda: self._states.adopt(parcel)))
+
+    def leaves(self) -> list[Leaf]:
+        """What another engine needs to go on with every state, the last used first."""
+        found: list[Leaf] = self._loop.call(self._states.leaves)
+        return found
+
+    def export_leaf(self, leaf: Leaf) -> bytes | None:
+        """One of `leaves` for `import_state` elsewhere; None if it was evicted meanwhile."""
+        return self._loop.call(  # type: ignore[no-any-return]
+            lambda: self._states.export_leaf(leaf, self.weights_hash)
+        )
 
     def drop_checkpoints(self) -> None:
         """Forgets every checkpoint that no request is using."""

@@ -4,13 +4,13 @@ Only the engine's thread uses it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from flide_engine.cache.index import Checkpoint, grain_keys
 from flide_engine.cache.pool import Pool
-from flide_engine.cache.transfer import put_in, read, take_out
+from flide_engine.cache.transfer import Parcel, put_in, read, take_out
 from flide_engine.checkpoints import Checkpoints
 from flide_engine.config import GRAIN
 from flide_engine.errors import PoolExhausted
@@ -34,6 +34,21 @@ class StateInfo:
     bytes: int
 
 
+@dataclass(frozen=True)
+class Leaf:
+    """A checkpoint that another engine needs to go on: no longer one continues it, or it is pinned.
+
+    bytes: of its whole prefix and its slot.
+    """
+
+    tenant: str
+    name: str
+    anchor: str
+    tokens: int
+    bytes: int
+    checkpoint: Checkpoint = field(repr=False)
+
+
 class States:
     """The checkpoints of an engine, by tenant and name."""
 
@@ -49,20 +64,38 @@ class States:
 
     def export(self, tenant: str, name: str, weights: str) -> list[bytes]:
         """A tenant's checkpoints as bytes, of one name or of all, longest first."""
-        return [
-            take_out(
-                self._pool, tenant, c.name, self._index.tokens_of(c), self._index.pages_of(c),
-                c.slot, weights, c.anchor,
-            )
-            for c in self.of(tenant, name)
-        ]  # fmt: skip
+        return [self._packed(c, weights) for c in self.of(tenant, name)]
 
-    def adopt(self, data: bytes, weights: str) -> int:
+    def leaves(self) -> list[Leaf]:
+        """What to hand over for every state of every tenant, the last used first."""
+        page = self._pool.shape.page_bytes(self._pool.dtype.itemsize)
+        slot = self._pool.shape.slot_bytes(self._pool.dtype.itemsize)
+        found = [c for c in self._index if c.pinned or not self._index.is_continued(c)]
+        found.sort(key=lambda c: -c.used)
+        return [
+            Leaf(c.tenant, c.name, c.anchor, c.position, slot + page * c.position // GRAIN, c)
+            for c in found
+        ]
+
+    def export_leaf(self, leaf: Leaf, weights: str) -> bytes | None:
+        """A checkpoint as bytes; None if it was evicted since it was listed."""
+        return self._packed(leaf.checkpoint, weights) if leaf.checkpoint in self._index else None
+
+    def _packed(self, c: Checkpoint, weights: str) -> bytes:
+        return take_out(
+            self._pool, c.tenant, c.name, self._index.tokens_of(c), self._index.pages_of(c),
+            c.slot, weights, c.anchor, c.pinned, self._clock() - c.used,
+        )  # fmt: skip
+
+    def read(self, data: bytes, weights: str) -> Parcel:
+        """The checkpoint in some bytes; any thread may ask. Raises CheckpointRefused."""
+        return read(data, self._pool, weights)
+
+    def adopt(self, parcel: Parcel) -> int:
         """Takes in a checkpoint from elsewhere: its tokens, or 0 if it was known already.
 
-        Raises CheckpointRefused, and PoolExhausted if no room can be made for it.
+        Raises PoolExhausted if no room can be made for it.
         """
-        parcel = read(data, self._pool, weights)
         keys = grain_keys(parcel.tokens)
         match = self._index.match(parcel.tenant, parcel.tokens, keys, parcel.position)
         if match.checkpoint is not None and match.checkpoint.position == parcel.position:
@@ -74,10 +107,12 @@ class States:
             self._pool.pages.release(pages)
             raise
         put_in(self._pool, parcel, pages, int(slot[0]))
-        _, taken, _ = self._index.insert(
-            parcel.tenant, parcel.tokens, keys, pages, int(slot[0]), self._clock(),
+        used = self._clock() - parcel.unused_s  # or what is new would outlive what is in use here
+        made, taken, _ = self._index.insert(
+            parcel.tenant, parcel.tokens, keys, pages, int(slot[0]), used,
             parcel.name, parcel.anchor,
         )  # fmt: skip
+        made.pinned = parcel.pinned
         # pages of grains that are known already hold the same: those that came are not needed
         self._pool.pages.release(np.setdiff1d(pages, taken).astype(np.int32))
         self._kept.version += 1

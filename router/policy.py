@@ -18,7 +18,6 @@ from router.routing_key import Anchor, Openings, Recent, RouteKey
 SHIPPED = ("router.ring", "router.routing_key", "router.policy")
 """Modules that travel by value; none imports more than these and the standard library."""
 
-
 _ALL = 1 << 62
 _LEAST = 1e-3  # of what is divided by
 
@@ -275,6 +274,13 @@ class Policy:
         self._saved_ms -= choice.move_ms
         self.board.sent(choice.replica, load.step_ms + choice.move_ms, now)
         return choice
+
+    def owner(self, key: RouteKey, now: float) -> Choice | None:
+        """Where a state belongs, however long it waits there; None if no replica takes any."""
+        if not self._ring:
+            return None
+        anchor = self._openings.anchor(key, now).entry
+        return Choice(self._ring.home(anchor), anchor, True, "handed over")
 
     def fallbacks(self, choice: Choice, count: int) -> list[str]:
         """Where to try next, should the chosen replica refuse: at most `count` others."""

@@ -20,12 +20,20 @@ class Receiver:
         self._openings.anchor(key, now)
         self._foreign.pop(anchor, None)
         if not home:
-            self._foreign[anchor] = key.size
-            if len(self._foreign) > self._most:
-                self._foreign.popitem(last=False)
+            self._list(anchor, key.size)
+
+    def adopted(self, key: RouteKey) -> None:
+        """A state was taken over that has another home; key: of its anchor alone."""
+        self._list(key.entries()[0], key.size)
 
     def stats(self, load: Load, now: float, draining: bool = False) -> Stats:
         """What to tell; the last used come first."""
         return Stats(
             load, self._openings.known(now), tuple(reversed(self._foreign.items())), draining
         )
+
+    def _list(self, anchor: int, size: int) -> None:
+        self._foreign.pop(anchor, None)
+        self._foreign[anchor] = size
+        if len(self._foreign) > self._most:
+            self._foreign.popitem(last=False)

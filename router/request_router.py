@@ -28,6 +28,9 @@ for _name in (*SHIPPED, "router.boards"):
 KEYED = ("decide", "decide_with_load")
 """Methods of a replica that are about a state, and take `route`, `anchor` and `home`."""
 
+ADOPT = "adopt"
+"""The one that takes over a state from a replica that leaves: for its next owner alone."""
+
 FALLBACKS = 2
 """Replicas tried in order after the chosen one; then whichever has least to do."""
 
@@ -106,9 +109,13 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             return [candidate_replicas]
 
     def _ranked(self, request: PendingRequest) -> list[list[RunningReplica]]:
-        keyed = request.metadata.call_method in KEYED
+        method, now = request.metadata.call_method, time.monotonic()
+        keyed = method in (*KEYED, ADOPT)
         key = key_of_call(request.args, request.kwargs) if keyed else None
-        choice = self._policy.choose(key, time.monotonic())
+        if key is not None and method == ADOPT:
+            choice = self._policy.owner(key, now)
+        else:
+            choice = self._policy.choose(key, now)
         if choice is None:
             return []
         self.reasons.count(choice.reason)

@@ -177,6 +177,11 @@ class PrefixIndex:
                 break
         return count
 
+    def is_continued(self, checkpoint: Checkpoint) -> bool:
+        """Whether a longer checkpoint goes on from it."""
+        assert checkpoint._grain is not None
+        return bool(checkpoint._grain.children)
+
     def keys_of(self, checkpoint: Checkpoint) -> list[bytes]:
         """`grain_keys` of a checkpoint's prefix."""
         return [grain.key for grain in _path(checkpoint)]

@@ -27,7 +27,8 @@ FORMAT = "flide-checkpoint-1"
 @dataclass(frozen=True)
 class Parcel:
     """A checkpoint on its way: whose it is, what its state goes by and was routed on, its prefix's
-    tokens [position] and its tensors.
+    tokens [position] and its tensors; whether it is kept from eviction, and for how many seconds
+    nobody had used it.
 
     tensors: keys, values [layers, position / 64, 64, kv_heads, head_dim], recurrent_state [layers,
     value_heads, key_dim, value_dim] float32, conv_state [layers, conv_rows, channels].
@@ -38,6 +39,8 @@ class Parcel:
     anchor: str
     tokens: Ints
     tensors: dict[str, Tensor]
+    pinned: bool = False
+    unused_s: float = 0.0
 
     @property
     def position(self) -> int:
@@ -47,7 +50,7 @@ class Parcel:
 
 def take_out(
     pool: Pool, tenant: str, name: str, tokens: Ints, pages: Ints, slot: int, weights: str,
-    anchor: str = "",
+    anchor: str = "", pinned: bool = False, unused_s: float = 0.0,
 ) -> bytes:  # fmt: skip
     """The bytes of a checkpoint in a pool. weights: hash of the weights it was computed with."""
     at = torch.from_numpy(pages).long().to(pool.tensors.keys.device)
@@ -66,6 +69,8 @@ def take_out(
         "tenant": tenant,
         "name": name,
         "anchor": anchor,
+        "pinned": "yes" if pinned else "",
+        "unused_s": f"{max(unused_s, 0.0):.3f}",
         "checksum": _checksum(tensors),
     }
     return bytes(save(tensors, metadata=header))
@@ -90,7 +95,13 @@ def read(data: bytes, pool: Pool, weights: str) -> Parcel:
     tokens = tensors.pop("tokens").numpy().astype(np.int32)
     if len(tokens) % GRAIN or tensors["keys"].shape[1] != len(tokens) // GRAIN:
         raise CheckpointRefused("it is damaged", f"{len(tokens)} tokens do not fit its pages")
-    return Parcel(header["tenant"], header["name"], header.get("anchor", ""), tokens, tensors)
+    try:
+        return Parcel(
+            header["tenant"], header["name"], header.get("anchor", ""), tokens, tensors,
+            bool(header.get("pinned")), float(header.get("unused_s", 0.0)),
+        )  # fmt: skip
+    except (KeyError, ValueError) as error:
+        raise CheckpointRefused("it is damaged", f"its header lacks {error}") from None
 
 
 def put_in(pool: Pool, parcel: Parcel, pages: Ints, slot: int) -> None:

@@ -1,6 +1,7 @@
 """A replica over a stand-in for its engine, and the app's configuration; no cluster."""
 
 import asyncio
+from collections import Counter
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,14 @@ from ray.serve.config import RequestRouterConfig
 from deployments.app import build
 from deployments.config import AppArgs
 from deployments.demand import Demand
+from deployments.drain import Leaving
 from deployments.replica import EngineReplica
 from flide_engine import DecisionRequest, DecisionResponse, Noul, Usage
 from flide_engine.cache.pool import Accounting
 from flide_engine.checkpoints import Counters
 from flide_engine.errors import InvalidRequest, Overloaded
-from router.policy import Load, decode
-from router.routing_key import route_key
+from router.policy import Load, Stats, decode
+from router.routing_key import anchor_key, route_key
 
 PLAIN: dict[str, Any] = {"state": "s", "questions": {"q": {"type": "noul", "instructions": "?"}}}
 TYPED = DecisionRequest(state="s", questions={"q": Noul(instructions="?")})
@@ -32,7 +34,9 @@ class FakeEngine:
         self.submitted: list[dict[str, Any]] = []
         self.fails: Exception | None = None
         self.futures: list[Future[DecisionResponse]] = []
-        self.answers = True
+        self.answers, self.closed = True, False
+
+    weights_hash = "w"
 
     def submit(self, request: object, **options: Any) -> "Future[DecisionResponse]":
         self.submitted.append(options)
@@ -58,8 +62,14 @@ class FakeEngine:
             wait_ms=4.0, mean_wait_ms=3.0, step_ms=2.0, tokens_per_ms=1.0, refused_tokens=0
         )
 
+    def is_alive(self) -> bool:
+        return not self.closed
+
+    def import_state(self, data: bytes) -> int:
+        return len(data)
+
     def close(self) -> None:
-        """Called when the replica goes."""
+        self.closed = True
 
 
 @pytest.fixture
@@ -128,6 +138,67 @@ def test_what_came_from_elsewhere_is_told(replica: EngineReplica) -> None:
     assert told is not None
     assert told.load == Load(4.0, 3.0, 2.0, 1.0)
     assert [anchor for anchor, _ in told.foreign] == [9, 8]
+
+
+def test_what_another_replica_left_is_taken_over(replica: EngineReplica) -> None:
+    """And counted; a state that has another home is told as foreign."""
+    key = anchor_key(f"{7:016x}", "", 640)
+
+    async def take(weights: str, home: str) -> str:
+        piece = asyncio.get_running_loop().create_future()
+        piece.set_result(b"data")
+        return await replica.adopt([piece], weights, tuple(key), 7, home)
+
+    assert asyncio.run(take("w", "me")) == "adopted"
+    assert told_by(replica).foreign == ()
+    assert asyncio.run(take("other", "")) == "refused"
+    assert told_by(replica).foreign == ()
+    assert asyncio.run(take("w", "other")) == "adopted"
+    assert told_by(replica).foreign == ((7, 512),)
+    taken = asyncio.run(replica.counters())["checkpoints_taken_over"]
+    assert taken == {"adopted": 2, "refused": 1}
+
+
+def told_by(replica: EngineReplica) -> Stats:
+    """What the routers hear."""
+    told = decode(asyncio.run(replica.record_routing_stats()))
+    assert told is not None
+    return told
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_replica_leaves_once_whatever_becomes_of_its_checkpoints(
+    replica: EngineReplica, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Serve awaits what `__del__` returns; Python's own call of it later changes nothing."""
+    seen: list[tuple[object, bool]] = []
+
+    async def leave(engine: object, leaving: object, spent_s: float) -> Counter[str]:
+        seen.append((leaving, told.draining if (told := decode(await stats())) else False))
+        if fails:
+            raise RuntimeError("no controller")
+        return Counter(adopted=2)
+
+    stats = replica.record_routing_stats
+    monkeypatch.setattr("deployments.replica.leave", leave)
+    assert not told_by(replica).draining
+
+    async def go() -> None:
+        going = replica.__del__()
+        assert going is not None
+        await going
+        assert replica.__del__() is None
+
+    asyncio.run(go())
+    assert seen == [(Leaving(), True)]
+    assert engine_of(replica).closed
+
+
+def test_a_replica_whose_engine_stopped_takes_nothing_new(replica: EngineReplica) -> None:
+    """Routers hear it before Serve has replaced it."""
+    assert not told_by(replica).draining
+    engine_of(replica).closed = True
+    assert told_by(replica).draining
 
 
 def test_a_cancelled_call_drops_its_work(replica: EngineReplica) -> None:

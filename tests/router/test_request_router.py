@@ -25,7 +25,7 @@ from router import boards, request_router
 from router.boards import shared
 from router.policy import Load, Stats
 from router.request_router import StateRouter, key_of_call
-from router.routing_key import as_key, route_key
+from router.routing_key import anchor_key, anchor_text, as_key, route_key
 from tests.router.test_policy import text
 
 IDLE, BUSY = Load(0.0, 0.0, 3.0, 400.0), Load(5000.0, 5000.0, 3.0, 400.0)
@@ -290,6 +290,31 @@ def test_a_replica_out_of_reach_comes_back_with_the_next_list() -> None:
         assert await chosen(router, asking({"state": "s"})) != home
         router.update_replicas(list(replicas.values()))
         assert await chosen(router, asking({"state": "s"})) == home
+
+    with_router(test)
+
+
+def test_a_state_that_is_handed_over_goes_to_its_next_owner() -> None:
+    """Where its anchor's own calls go, however busy that replica is; the replica is told."""
+
+    async def test(router: StateRouter, replicas: dict[str, Replica]) -> None:
+        for seed in range(12):
+            call = asking({"state": text(3000, seed)})
+            home = await chosen(router, call)
+            key = anchor_key(anchor_text(call.kwargs["anchor"]), "", 3000)
+            replicas[home].routing_stats = Stats(BUSY).encode()
+            router.update_replicas(list(replicas.values()))
+            adopt = asking([None], "adopt", route=tuple(key))
+            assert await chosen(router, adopt) == home
+            assert adopt.kwargs["anchor"] == call.kwargs["anchor"]
+            assert adopt.kwargs["home"] == home
+            replicas[home].routing_stats = Stats(IDLE, draining=True).encode()
+            router.update_replicas(list(replicas.values()))
+            again = await chosen(router, asking([None], "adopt", route=tuple(key)))
+            assert again != home
+            replicas[home].routing_stats = Stats(IDLE).encode()
+            router.update_replicas(list(replicas.values()))
+            assert again != await chosen(router, asking([None], "adopt", route=tuple(key)))
 
     with_router(test)
 

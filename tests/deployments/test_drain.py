@@ -1,0 +1,241 @@
+"""What a leaving replica hands over: the choice, the order, every end; over stand-ins and engines."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from deployments.drain import Calls, HandOver, Leaving, Pace, hand_over, leave, take_over
+from flide_engine.config import EngineConfig
+from flide_engine.engine import Engine
+from flide_engine.errors import CheckpointRefused, PoolExhausted
+
+ANCHOR = "00000000000000ff"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A checkpoint of so many tokens and bytes."""
+
+    tokens: int = 640
+    bytes: int = 1000
+    anchor: str = ANCHOR
+    tenant: str = ""
+
+
+class Fleet:
+    """An engine that leaves, a network of so many bytes a second, and who takes over."""
+
+    weights_hash = "w"
+
+    def __init__(self, bytes_per_s: float = 1e6) -> None:
+        self.now, self.bytes_per_s = 100.0, bytes_per_s
+        self.given: list[Leaf] = []
+        self.gone: set[Leaf] = set()
+        self.end: str | Exception = "adopted"
+
+    def export_leaf(self, leaf: Leaf) -> bytes | None:
+        return None if leaf in self.gone else bytes(leaf.bytes)
+
+    async def give(self, leaf: Leaf, data: bytes) -> str:
+        self.now += len(data) / self.bytes_per_s
+        self.given.append(leaf)
+        if isinstance(self.end, Exception):
+            raise self.end
+        return self.end
+
+    def run(self, leaves: list[Leaf], how: HandOver = "always", seconds: float = 60.0) -> Any:
+        """The ends; computing takes a millisecond a token."""
+        engine: Any = self
+        pace = Pace(how, tokens_per_ms=1.0)
+        given = hand_over(engine, leaves, self.give, pace, self.now + seconds, lambda: self.now)
+        return dict(asyncio.run(given))
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "given"),
+    # 640 tokens are 640 ms; 64,000 bytes take that long at 100 kB/s
+    [(110_000, 3), (90_000, 1)],
+)
+def test_auto_hands_over_what_moves_faster_than_it_is_computed(
+    bytes_per_s: float, given: int
+) -> None:
+    """By what the first one took; always and never do not look."""
+    leaves = [Leaf(bytes=64_000, tenant=str(i)) for i in range(3)]
+    fleet = Fleet(bytes_per_s)
+    ends = fleet.run(leaves, "auto")
+    assert fleet.given == leaves[:given]
+    assert ends == {"adopted": given} | ({"kept": 3 - given} if given < 3 else {})
+    assert Fleet(bytes_per_s).run(leaves, "always") == {"adopted": 3}
+    assert Fleet(bytes_per_s).run(leaves, "never") == {"kept": 3}
+
+
+def test_auto_weighs_each_checkpoint_by_itself() -> None:
+    """A long state in few bytes goes, a short one in many does not."""
+    light, heavy = Leaf(tokens=6400, bytes=64_000), Leaf(tokens=64, bytes=64_000)
+    fleet = Fleet(100_000)
+    assert fleet.run([light, heavy, light], "auto") == {"adopted": 2, "kept": 1}
+
+
+def test_time_that_overlaps_is_counted_once() -> None:
+    """Two on their way at a time do not look half as fast."""
+    pace = Pace("auto", 1.0)
+    pace.moved(1000, 0.0, 1.0)
+    pace.moved(1000, 0.0, 1.0)
+    assert pace.pays(tokens=501, size=1000)
+    assert not pace.pays(tokens=499, size=1000)
+
+
+def test_every_end_is_counted() -> None:
+    """And none of them keeps the others from going."""
+    fleet = Fleet()
+    fleet.gone = {Leaf(tokens=1)}
+    assert fleet.run([Leaf(), Leaf(tokens=1), Leaf(anchor="")]) == {
+        "adopted": 1, "gone": 1, "kept": 1,
+    }  # fmt: skip
+    for end in ("known", "refused", "full"):
+        fleet.end = end
+        assert fleet.run([Leaf(), Leaf()]) == {end: 2}
+    fleet.end = ConnectionError("the owner died")
+    assert fleet.run([Leaf(), Leaf()]) == {"failed": 2}
+
+
+def test_nothing_is_begun_after_the_deadline() -> None:
+    """The rest is late; the replica leaves in time."""
+    fleet = Fleet(bytes_per_s=1000)  # a second each
+    ends = fleet.run([Leaf(tenant=str(i)) for i in range(9)], seconds=2.5)
+    assert ends["adopted"] + ends["late"] == 9
+    assert 3 <= ends["adopted"] <= 4
+    assert fleet.run([Leaf()], seconds=0.0) == {"late": 1}
+
+
+def test_an_owner_that_does_not_answer_is_given_up_at_the_deadline() -> None:
+    """By the real clock, as the wait is real."""
+
+    async def run() -> Any:
+        async def silent(leaf: Any, data: bytes) -> str:
+            await asyncio.sleep(60)
+            return "adopted"
+
+        engine: Any = Fleet()
+        loop = asyncio.get_running_loop()
+        pace = Pace("always", 1.0)
+        return await hand_over(engine, [Leaf()], silent, pace, loop.time() + 0.05, loop.time)
+
+    assert asyncio.run(asyncio.wait_for(run(), 10)) == {"late": 1}
+
+
+def test_time_spent_waiting_for_the_last_calls_is_told_at_most() -> None:
+    """From when the last one came, and twice Serve's own pause."""
+    now = 0.0
+    calls = Calls(lambda: now)
+    now = 500.0
+    assert calls.spent_s() == 4.0
+    calls.began()
+    now = 507.0
+    calls.ended()
+    now = 509.0
+    assert calls.spent_s() == 11.0
+
+
+def test_never_asks_nobody() -> None:
+    """No router is made, no checkpoint is listed."""
+    assert not asyncio.run(leave(None, Leaving("never"), 0.0))  # type: ignore[arg-type]
+
+
+def test_what_takes_over() -> None:
+    """Nothing is copied for other weights; what is refused or does not fit is no error."""
+
+    class Taker:
+        weights_hash = "w"
+
+        def import_state(self, data: bytes) -> int:
+            if data == b"bad":
+                raise CheckpointRefused("it is damaged", "checksum")
+            if data == b"large":
+                raise PoolExhausted("pages", 9, 1, 8)
+            return len(data)
+
+    async def run(data: bytes, weights: str = "w") -> tuple[str, bool]:
+        piece: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        piece.set_result(data)
+        looked: list[bool] = []
+
+        class Reference:
+            def __await__(self) -> Iterator[Any]:
+                looked.append(True)
+                return piece.__await__()
+
+        return await take_over(Taker(), [Reference()], weights), bool(looked)
+
+    assert asyncio.run(run(b"data")) == ("adopted", True)
+    assert asyncio.run(run(b"")) == ("known", True)
+    assert asyncio.run(run(b"bad")) == ("refused", True)
+    assert asyncio.run(run(b"large")) == ("full", True)
+    assert asyncio.run(run(b"data", "other")) == ("refused", False)
+
+
+def ask(state: str) -> dict[str, Any]:
+    question = {"type": "choice", "criteria": {"a": "one", "b": "two"}}
+    return {"state": state, "questions": {"q": question}}
+
+
+def test_leaves_are_enough_to_go_on_with_every_state() -> None:
+    """Of all tenants, the last used first; another engine computes a grain and the question."""
+    states = {f"t{i}": f"Run {i}. " + f"step {i} went well; " * 80 for i in range(3)}
+    first, second = (Engine(EngineConfig(model="nano", device="cpu")) for _ in range(2))
+    try:
+        for tenant, state in states.items():
+            for text in (state[:600], state):
+                first.submit(ask(text), tenant=tenant, anchor=ANCHOR).result(60)
+        leaves = first.leaves()
+        assert [leaf.tenant for leaf in leaves] == ["t2", "t1", "t0"]
+        assert {leaf.anchor for leaf in leaves} == {ANCHOR}
+        assert len(leaves) < len(first.states(tenant=None))
+        for leaf in leaves:
+            data = first.export_leaf(leaf)
+            assert data is not None
+            assert leaf.bytes <= len(data) <= 1.05 * leaf.bytes + 4096
+            assert second.import_state(data) == leaf.tokens
+            assert second.import_state(data) == 0
+        for tenant, state in states.items():
+            grown = ask(state + " and then more")
+            there, here = (
+                e.submit(grown, tenant=tenant, anchor=ANCHOR).result(60) for e in (first, second)
+            )
+            assert here.answers["q"].probabilities == pytest.approx(
+                there.answers["q"].probabilities, abs=1e-6
+            )
+            assert here.usage.x_reused_tokens == there.usage.x_reused_tokens > 200
+    finally:
+        first.close()
+        second.close()
+
+
+def test_what_is_kept_from_eviction_and_how_long_it_was_unused_go_along() -> None:
+    """A pinned step in the middle is a leaf, too; what is evicted is gone."""
+    now = 1000.0
+    engine = Engine(EngineConfig(model="nano", device="cpu"), clock=lambda: now)
+    other = Engine(EngineConfig(model="nano", device="cpu"), clock=lambda: now)
+    try:
+        text = "A run. " + "it went on and on; " * 60
+        engine.submit(ask(text), name="run", anchor=ANCHOR).result(60)
+        step = engine.snapshot("run")
+        engine.submit(ask(text + "and on; " * 60), name="run", anchor=ANCHOR).result(60)
+        pinned, longest = sorted(engine.leaves(), key=lambda leaf: leaf.tokens)
+        assert pinned.tokens == step < longest.tokens
+        now += 50.0
+        for leaf in (longest, pinned):
+            data = engine.export_leaf(leaf)
+            assert data is not None
+            assert other.import_state(data) == leaf.tokens
+        kept = {info.tokens: info.pinned for info in other.states()}
+        assert kept == {longest.tokens: False, step: True}
+        assert {other.leaves()[0].checkpoint.used} == {now - 50.0}
+        engine.forget("run")
+        assert engine.export_leaf(longest) is None
+    finally:
+        engine.close()
+        other.close()
