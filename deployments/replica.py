@@ -23,6 +23,7 @@ from router.policy import Load
 from router.receiver import Receiver
 from router.routing_key import anchor_text, as_key
 from router.session_id import check_session_id
+from router.suspects import Turns
 
 log = logging.getLogger("ray.serve")
 
@@ -42,7 +43,7 @@ class EngineReplica:
         from flide_engine.engine import Engine  # loads torch, in the replica only
 
         self._leaving, self._draining = leaving or Leaving(), False
-        self._calls, self._taken_over = Calls(), Counter[str]()
+        self._calls, self._taken_over, self._turns = Calls(), Counter[str](), Turns()
         self._engine = Engine(EngineConfig.model_validate(config))
         self._id, self._receiver, self._demand = _own_id(), Receiver(), Demand()
         self._metrics = ReplicaMetrics(tenant_names or {})
@@ -83,13 +84,17 @@ class EngineReplica:
         route: object = None,
         anchor: object = None,
         home: str = "",
-        alone: bool = False,
+        suspect: str = "",
     ) -> tuple[DecisionResponse, str, tuple[float, ...]]:
         """As `decide`, for callers with this package: (answers, this replica's id, its load).
 
-        alone: the request shares no round, as a replica has died under it.
+        suspect: what the request is called if a replica has died under it (`router.suspects`); it
+        shares no round then.
         """
-        answers = await self._decide(request, tenant, session_id, route, anchor, home, alone)
+        async with self._turns.of(suspect):
+            answers = await self._decide(
+                request, tenant, session_id, route, anchor, home, bool(suspect)
+            )
         return answers, self._id, tuple(self._load())
 
     async def _decide(

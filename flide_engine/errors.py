@@ -164,11 +164,14 @@ class NotReady(UnavailableError):
 
 
 class EngineStopped(UnavailableError):
-    """The engine ended while it had the request: another one may answer it."""
+    """The engine ended while it had the request: another one may answer it.
 
-    def __init__(self, cause: str) -> None:
-        super().__init__(cause)
-        self.cause = cause
+    running: whether the request was in the round that it ended with, or only waited.
+    """
+
+    def __init__(self, cause: str, running: bool = True) -> None:
+        super().__init__(cause, running)
+        self.cause, self.running = cause, running
 
     def __str__(self) -> str:
         return f"the engine stopped: {self.cause}"

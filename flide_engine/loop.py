@@ -136,17 +136,20 @@ class RoundLoop:
     def _run(self) -> None:
         taken: list[RequestWork] = []
         error: BaseException = NotReady("the engine is closed")
+        waits = error
         try:
             self._serve(taken)
         except BaseException as fault:
             log.exception("the engine's thread stops")
-            error = EngineStopped(f"{type(fault).__name__}: {fault}")
+            cause = f"{type(fault).__name__}: {fault}"
+            error, waits = EngineStopped(cause), EngineStopped(cause, running=False)
         with self._changed:
             self._closed = True
             waiting, calls = self._scheduler.drain(), self._calls
-        for work in (*taken, *waiting):
-            if not work.future.done():
-                fail(work.future, error)
+        for works, told in ((taken, error), (waiting, waits)):
+            for work in works:
+                if not work.future.done():
+                    fail(work.future, told)
         for _, future in calls:
             future.set_exception(error)
 

@@ -4,6 +4,7 @@
 
 import asyncio
 import time
+import uuid
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -18,8 +19,9 @@ from flide_engine.errors import (
     Overloaded,
     RequestError,
 )
+from router import suspects
 from router.boards import shared
-from router.quarantine import DEATHS, Quarantine
+from router.quarantine import Quarantine
 from router.routing_key import route_key
 from router.session_id import check_session_id
 
@@ -28,12 +30,15 @@ _quarantine = Quarantine()
 
 
 class Call:
-    """One decision, asked once more if a replica dies under it.
+    """One decision, asked again if a replica dies under it.
 
-    Decisions change nothing, so asking twice is safe. Raises InvalidRequest for a bad session id.
+    Decisions change nothing, so asking twice is safe. After the first death it is a suspect: asked
+    alone, until it is answered, or a replica dies while it runs there. Raises InvalidRequest for a
+    bad session id.
     """
 
-    TRIES = DEATHS
+    TRIES = 6
+    """As one that is not to blame may meet several dying replicas, but not for ever."""
 
     def __init__(
         self,
@@ -47,11 +52,12 @@ class Call:
         # a tuple of builtins: the class would be pickled by value with each call
         route = tuple(route_key(request, tenant, session_id))
         self._more = {"tenant": tenant, "session_id": session_id, "route": route}
-        self._handle, self._request, self._deaths = handle, request, 0
+        self._handle, self._request = handle, request
+        self._failures, self._suspect = 0, ""
 
     def send(self) -> DeploymentResponse:
         """A try."""
-        more = self._more if not self._deaths else {**self._more, "alone": True}
+        more = {**self._more, "suspect": self._suspect} if self._suspect else self._more
         return self._handle.decide_with_load.remote(self._request, **more)
 
     def answer(self, told: tuple[DecisionResponse, str, tuple[float, ...]]) -> DecisionResponse:
@@ -63,14 +69,24 @@ class Call:
 
     def failed(self, error: Exception) -> None:
         """Returns if another try may help; otherwise raises the error of ours in what was raised by
-        a try.
+        a try. May block while the cluster learns of a death.
         """
         ours = own_error(error)
         if not isinstance(ours, (RayActorError, EngineStopped)):
             raise ours from None
-        self._deaths += 1
-        if self._deaths == self.TRIES:
+        self._failures += 1
+        if self._suspect and self._is_to_blame(ours):
             raise _quarantine.put(self._request) from None
+        if self._failures == self.TRIES:
+            cause = f"{self.TRIES} replicas could not answer, the last one: {ours}"
+            raise EngineStopped(cause) from None
+        self._suspect = self._suspect or uuid.uuid4().hex
+
+    def _is_to_blame(self, error: Exception) -> bool:
+        """Whether a replica has died while this ran there, and no other suspect."""
+        if isinstance(error, EngineStopped):
+            return error.running
+        return suspects.killed(self._suspect)
 
 
 async def ask(
@@ -89,7 +105,7 @@ async def ask(
             response.cancel()
             raise
         except Exception as error:
-            call.failed(error)
+            await asyncio.to_thread(call.failed, error)
 
 
 def ask_within(

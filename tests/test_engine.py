@@ -205,8 +205,11 @@ def test_a_device_that_fails_ends_the_engine(
     waiting = engine.submit(ask())
     gate.open.set()
     for future in (first, waiting):
-        with pytest.raises(EngineStopped, match="the engine stopped: OSError: the device is gone"):
+        with pytest.raises(
+            EngineStopped, match="the engine stopped: OSError: the device is gone"
+        ) as told:
             future.result(10)
+        assert told.value.running == (future is first)
     assert not engine.is_alive()
     with pytest.raises(NotReady):
         engine.submit(ask()).result(10)

@@ -23,6 +23,7 @@ ONLY = {
         "router/request_router.py",
         "router/ingress.py",
         "router/asking.py",
+        "router/suspects.py",
         "deployments/",
         "loadtest/handles.py",
     ),

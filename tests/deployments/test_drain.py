@@ -1,4 +1,4 @@
-"""What a leaving replica hands over: the choice, the order, every end; over stand-ins and engines."""
+"""What a leaving replica hands over: the choice, the order, every end; no cluster."""
 
 import asyncio
 from collections.abc import Iterator

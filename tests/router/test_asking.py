@@ -29,6 +29,7 @@ REQUEST: dict[str, Any] = {"state": "s", "questions": {}}
 GOOD = DecisionResponse(model="m", usage=Usage(input_tokens=1, output_tokens=0), answers={})
 DIED, AWAY = ActorDiedError(), ActorUnavailableError("unreachable", None)
 STOPPED = RayTaskError("decide", "", EngineStopped("CUDA error"))
+WAITED = RayTaskError("decide", "", EngineStopped("CUDA error", running=False))
 
 
 class Response:
@@ -95,20 +96,57 @@ def test_the_key_goes_along_and_the_load_is_noted(way: str) -> None:
     assert board.load.tokens_per_ms == 400.0
 
 
-@both
-@pytest.mark.parametrize("death", [DIED, AWAY, STOPPED], ids=["died", "unavailable", "stopped"])
-def test_a_death_costs_one_retry(
-    way: str, death: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same call again, alone in its round; a second death, and it is refused from then on."""
+@pytest.fixture
+def blamed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names under which a suspect is found to have been running where the replica died."""
+    found: list[str] = []
     monkeypatch.setattr(asking, "_quarantine", Quarantine())
+    monkeypatch.setattr(asking.suspects, "killed", lambda suspect: bool(found))
+    return found
+
+
+deaths = pytest.mark.parametrize(
+    "death", [DIED, AWAY, STOPPED], ids=["died", "unavailable", "stopped"]
+)
+
+
+@both
+@deaths
+def test_a_death_costs_one_retry(way: str, death: Exception, blamed: list[str]) -> None:
+    """The same call again, as a suspect, which shares no round."""
     handle = Handle(death, GOOD)
     assert asked(handle, way) is GOOD
     (first, again) = (kwargs for _, kwargs in handle.calls)
-    assert again == {**first, "alone": True}
+    assert "suspect" not in first
+    assert again == {**first, "suspect": again["suspect"]}
+    assert len(again["suspect"]) == 32
+
+
+@both
+@deaths
+def test_who_ran_where_a_second_replica_died_is_refused(
+    way: str, death: Exception, blamed: list[str]
+) -> None:
+    """From then on, without another replica."""
+    blamed.append("me")
     for replies in ((death, death), (GOOD,)):
         with pytest.raises(RequestQuarantined, match="2 replicas died"):
             asked(Handle(*replies), way)
+
+
+@both
+@pytest.mark.parametrize("death", [DIED, AWAY, WAITED], ids=["died", "unavailable", "waited"])
+def test_who_did_not_run_there_is_not_to_blame(
+    way: str, death: Exception, blamed: list[str]
+) -> None:
+    """It is asked again, by the same name, until it is answered; but not for ever."""
+    handle = Handle(*[death] * 5, GOOD)
+    assert asked(handle, way) is GOOD
+    assert len({kwargs["suspect"] for _, kwargs in handle.calls[1:]}) == 1
+    handle = Handle(*[death] * 6, GOOD)
+    with pytest.raises(EngineStopped, match="6 replicas could not answer"):
+        asked(handle, way)
+    assert asked(Handle(GOOD), way) is GOOD
 
 
 @both

@@ -1,0 +1,85 @@
+"""Which request was running when a replica died, told by a mark that outlives the replica.
+
+A request that was in a replica that died is a suspect: it may have killed it, or have been there
+with the one that did. It is tried again alone, under a mark in the cluster's key-value store that
+names the replica while it runs there, one suspect at a time. If that replica dies too, the mark
+says who was running; a suspect that was only waiting there, or could not be reached, is not to
+blame.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import ray
+from ray.experimental import internal_kv
+from ray.serve._private.constants import SERVE_NAMESPACE
+
+STORE = "flide-suspects"
+
+SETTLED_WITHIN_S = 5.0
+"""How long the cluster may take to learn that a process is gone; it is milliseconds on one node."""
+
+
+class Turns:
+    """Suspects of one replica, which run there one after the other."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    @asynccontextmanager
+    async def of(self, suspect: str) -> AsyncIterator[None]:
+        """While a suspect runs here; "": it is none, and waits for nobody."""
+        if not suspect:
+            yield
+            return
+        async with self._turn:
+            await asyncio.to_thread(begin, suspect)
+            try:
+                yield
+            finally:
+                await asyncio.to_thread(end, suspect)
+
+
+def begin(suspect: str) -> None:
+    """A suspect is about to run in this replica. Blocks for a millisecond."""
+    name = ray.get_runtime_context().get_actor_name() or ""
+    internal_kv._internal_kv_put(suspect, name, namespace=STORE)
+
+
+def end(suspect: str) -> None:
+    """It did no harm. Blocks for a millisecond."""
+    internal_kv._internal_kv_del(suspect, namespace=STORE)
+
+
+def killed(suspect: str, within_s: float = SETTLED_WITHIN_S) -> bool:
+    """Whether a suspect was running in a replica that is dead now; the mark is used up.
+
+    A replica that could not be reached may live on, so its actor is asked for until it is gone or
+    the time is over. Blocks.
+    """
+    name = internal_kv._internal_kv_get(suspect, namespace=STORE)
+    if name is None:
+        return False
+    dead = wait_until(lambda: not _lives(name.decode()), within_s)
+    end(suspect)
+    return dead
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether it comes to hold in time; looked at every 50 ms."""
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _lives(actor: str) -> bool:
+    try:
+        ray.get_actor(actor, SERVE_NAMESPACE)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,105 @@
+"""Suspects take turns under a mark, and a mark blames only with a death; over a stand-in store."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from router import suspects
+from router.suspects import STORE, Turns
+
+
+class Cluster:
+    """The key-value store, this replica's name, and the actors that live."""
+
+    def __init__(self) -> None:
+        self.marks: dict[str, bytes] = {}
+        self.live = {"replica"}
+
+    def _internal_kv_put(self, key: str, value: str, namespace: str) -> None:
+        assert namespace == STORE
+        self.marks[key] = value.encode()
+
+    def _internal_kv_get(self, key: str, namespace: str) -> bytes | None:
+        assert namespace == STORE
+        return self.marks.get(key)
+
+    def _internal_kv_del(self, key: str, namespace: str) -> None:
+        assert namespace == STORE
+        self.marks.pop(key, None)
+
+    def get_runtime_context(self) -> Any:
+        return self
+
+    def get_actor_name(self) -> str:
+        return "replica"
+
+    def get_actor(self, name: str, namespace: str) -> None:
+        if name not in self.live:
+            raise ValueError(name)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    made = Cluster()
+    monkeypatch.setattr(suspects, "internal_kv", made)
+    monkeypatch.setattr(suspects, "ray", made)
+    return made
+
+
+def test_one_suspect_runs_at_a_time_and_is_marked_meanwhile(cluster: Cluster) -> None:
+    """Those that wait have no mark; who is no suspect waits for nobody."""
+
+    async def run() -> None:
+        turns, runs, gate = Turns(), {n: asyncio.Event() for n in "ab"}, asyncio.Event()
+
+        async def ask(name: str) -> None:
+            async with turns.of(name):
+                runs[name].set()
+                await gate.wait()
+
+        tasks = [asyncio.create_task(ask(name)) for name in "ab"]
+        await runs["a"].wait()
+        async with turns.of(""):
+            assert cluster.marks == {"a": b"replica"}
+        assert not runs["b"].is_set()
+        gate.set()
+        await tasks[0]
+        gate.clear()
+        await runs["b"].wait()
+        assert cluster.marks == {"b": b"replica"}
+        tasks[1].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[1]
+        assert not cluster.marks
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_a_mark_blames_only_where_the_replica_is_dead(cluster: Cluster) -> None:
+    """And once; one that lives on could only not be reached."""
+    assert not suspects.killed("x")
+    suspects.begin("x")
+    assert not suspects.killed("x", within_s=0.0)
+    assert not cluster.marks
+    suspects.begin("x")
+    cluster.live.clear()
+    assert suspects.killed("x")
+    assert not suspects.killed("x")
+
+
+def test_a_death_that_the_cluster_learns_late_counts(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replica is looked for until it is gone."""
+    suspects.begin("x")
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            cluster.live.clear()
+
+    monkeypatch.setattr("router.suspects.time.sleep", pause)
+    assert suspects.killed("x")
+    assert len(pauses) == 3
