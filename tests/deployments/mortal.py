@@ -9,14 +9,15 @@ from typing import Any
 from deployments.replica import EngineReplica
 
 KILLS = "kills its replica, told in "
+LINGERS = "lingers"
 
 PAUSE_S = 0.5
-"""Before it dies: others come to be in the replica meanwhile, also those that met its last death."""
+"""Before it dies; and for which a state of `LINGERS` keeps one of two threads."""
 
 
 class Mortal(EngineReplica):
     """Dies by SIGKILL when it begins to render a state of `KILLS` and the name of a file, where it
-    writes its process first.
+    writes its process first. A state of `LINGERS` takes long to render.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -24,6 +25,8 @@ class Mortal(EngineReplica):
         render = self._engine._family.render
 
         def mortal(request: Any) -> Any:
+            if isinstance(request.state, str) and request.state.startswith(LINGERS):
+                time.sleep(PAUSE_S)
             if isinstance(request.state, str) and request.state.startswith(KILLS):
                 with Path(request.state.removeprefix(KILLS)).open("a") as file:
                     file.write(f"{os.getpid()}\n")
