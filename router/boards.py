@@ -27,11 +27,12 @@ class Reasons:
 
 class Shared(NamedTuple):
     """board: predicted waits, which callers write and routers read; reasons: why replicas were
-    chosen.
+    chosen; odd: replicas whose bits are not their fleet's, with the reason.
     """
 
     board: Board
     reasons: Reasons
+    odd: dict[str, str]
 
 
 _shared: dict[tuple[str, str], Shared] = {}
@@ -40,4 +41,4 @@ _shared: dict[tuple[str, str], Shared] = {}
 def shared(app: str, deployment: str) -> Shared:
     """What is known of a deployment; the same for every caller in this process, on any thread."""
     found = _shared.get((app, deployment))
-    return found or _shared.setdefault((app, deployment), Shared(Board(), Reasons()))
+    return found or _shared.setdefault((app, deployment), Shared(Board(), Reasons(), {}))

@@ -234,6 +234,17 @@ def test_checkpoints_of_other_weights_are_refused(fleet: Fleet) -> None:
     assert sum(refused) == 2
 
 
+def test_answers_name_weights_and_arithmetic(fleet: Fleet) -> None:
+    """The same on every replica, by HTTP and handle, and as the fleet's description says."""
+    about = fleet.engine.broadcast("describe").results(timeout_s=30)
+    (told,) = {described["fingerprint"] for described in about}
+    weights, bits = told.split("-")
+    assert weights == about[0]["weights_hash"]
+    assert len(bits) == 16
+    for way in (fleet.over_http, fleet.over_handle):
+        assert way(ask("which one?"))["x_fingerprint"] == told
+
+
 @pytest.mark.slow
 def test_a_rolling_update_loses_no_request(fleet: Fleet) -> None:
     """Every replica and the Gateway are replaced one after the other."""
