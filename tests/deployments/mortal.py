@@ -11,7 +11,7 @@ from deployments.replica import EngineReplica
 KILLS = "kills its replica, told in "
 LINGERS = "lingers"
 
-PAUSE_S = 0.5
+PAUSE_S = 0.25
 """Before it dies; and for which a state of `LINGERS` keeps one of two threads."""
 
 

@@ -156,7 +156,6 @@ def fleet() -> Iterator[Fleet]:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
             yield Fleet(port, num_replicas=3, handover="always")
         finally:
-            serve.shutdown()
             ray.shutdown()
 
 
@@ -168,7 +167,7 @@ def test_a_request_that_kills_costs_two_replicas_and_nobody_an_answer(
     """
     before = set(fleet.counters())
     deaths = tmp_path / "deaths"
-    lingering = [ask(f"{LINGERS} {text(str(i), 60)}") for i in range(16)]
+    lingering = [ask(f"{LINGERS} {text(str(i), 60)}") for i in range(12)]
 
     def kill() -> str:
         with TypeSafeClient(base_url=fleet.url, api_key="any", timeout=60) as client:
@@ -178,18 +177,17 @@ def test_a_request_that_kills_costs_two_replicas_and_nobody_an_answer(
                 return str(error)
         return "answered"
 
-    with fleet.under_load("kill") as answers, ThreadPoolExecutor(17) as pool:
+    with fleet.under_load("kill") as answers, ThreadPoolExecutor(13) as pool:
         killing = pool.submit(kill)
         while not deaths.exists():
             time.sleep(0.01)
         # some are where it kills, some of those also where it kills again
         lingered = list(pool.map(fleet.over_handle, lingering))
         assert "2 replicas died" in killing.result(60)
-        for _ in range(2):
-            assert "2 replicas died" in kill()
-        assert len(deaths.read_text().split()) == 2
+        assert "2 replicas died" in kill()
         fleet.wait_for(3)
         answers(8)
+    assert len(deaths.read_text().split()) == 2
     assert len(set(fleet.counters()) & before) == 1
     for asked, answer in zip(lingering, lingered, strict=True):
         assert abs(p(answer) - p(fleet.over_handle(asked))) < TOLERANCE
