@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
-from ray import serve
 
 from deployments.config import HandOver
+from deployments.siblings import Siblings
 from flide_engine.admission import Load
 from flide_engine.errors import CheckpointRefused, PoolExhausted
 from router.routing_key import anchor_key
@@ -36,7 +36,7 @@ class Leaving:
     within_s: float = 60.0
 
 
-SUCCESSOR_WITHIN_S = 1.0
+SIBLING_WITHIN_S = 1.0
 """How long a leaving replica looks for others of its deployment."""
 
 AT_ONCE = 2
@@ -196,6 +196,22 @@ async def _give_one(
     return end
 
 
+def give_to(siblings: Siblings, weights: str) -> Give:
+    """Hands checkpoints of these weights to whoever of the siblings owns them next."""
+
+    async def give(leaf: Leaf, data: bytes) -> str:
+        route = tuple(anchor_key(leaf.anchor, leaf.tenant, int(BYTES_PER_TOKEN * leaf.tokens)))
+        # in a list it stays a reference, so that the owner may refuse before it copies
+        response = siblings.handle.adopt.remote([ray.put(data)], weights, route=route)
+        try:
+            return str(await response)
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+
+    return give
+
+
 async def leave(engine: Giver, leaving: Leaving, spent_s: float) -> Counter[str]:
     """Hands an engine's checkpoints to their next owners, as far as that is wanted: how it ended.
 
@@ -204,12 +220,12 @@ async def leave(engine: Giver, leaving: Leaving, spent_s: float) -> Counter[str]
     deadline = time.monotonic() + leaving.within_s - spent_s
     if leaving.handover == "never" or not (leaves := await asyncio.to_thread(engine.leaves)):
         return Counter()
-    others = OwnDeployment(engine.weights_hash)
-    if not await others.exist():
+    siblings = await asyncio.to_thread(Siblings)
+    if not await siblings.exist(SIBLING_WITHIN_S):
         log.info("no other replica takes over %d checkpoints", len(leaves))
         return Counter()
     pace = Pace(leaving.handover, engine.load().tokens_per_ms)
-    ends = await hand_over(engine, leaves, others.give, pace, deadline)
+    ends = await hand_over(engine, leaves, give_to(siblings, engine.weights_hash), pace, deadline)
     log.info("checkpoints handed over: %s", dict(ends))
     return ends
 
@@ -231,35 +247,3 @@ async def take_over(engine: Taker, pieces: list[Any], weights: str) -> str:
         return "refused"
     except PoolExhausted:
         return "full"
-
-
-class OwnDeployment:
-    """The other replicas of this replica's deployment, by its own router."""
-
-    def __init__(self, weights: str) -> None:
-        """weights: hash of those that the checkpoints are of."""
-        self._weights = weights
-        context = serve.get_replica_context()
-        handle = serve.get_deployment_handle(context.deployment, context.app_name)
-        # by reference: over gRPC a call carries 4 MB at most
-        self._handle = handle.options(_by_reference=True)
-
-    async def exist(self, seconds: float = SUCCESSOR_WITHIN_S) -> bool:
-        """Whether there is any other, found out without a call: one that waits in the router for a
-        replica would have the autoscaler start one.
-        """
-        for _ in range(int(seconds / 0.05)):
-            if self._handle.running_replicas_populated():
-                return True
-            await asyncio.sleep(0.05)
-        return False
-
-    async def give(self, leaf: Leaf, data: bytes) -> str:
-        """See `Give`. The owner gets a reference in a list, so that it refuses before it copies."""
-        route = tuple(anchor_key(leaf.anchor, leaf.tenant, int(BYTES_PER_TOKEN * leaf.tokens)))
-        response = self._handle.adopt.remote([ray.put(data)], self._weights, route=route)
-        try:
-            return str(await response)
-        except asyncio.CancelledError:
-            response.cancel()
-            raise

@@ -51,6 +51,8 @@ METRICS = {
         Metric("gauge", "flide_pool_bytes", "Bytes of the pool.", ("kind", "state")),
         Metric("gauge", "flide_checkpoints", "Checkpoints by tier.", ("tier",)),
         Metric("counter", "flide_handovers", "Checkpoints given or taken by end.", ("way", "end")),
+        # of each process that has routers, not of replicas (`router.request_router`)
+        Metric("gauge", "flide_odd_replicas", "Replicas whose bits are not their fleet's."),
         Metric("gauge", "flide_wait_seconds", "Predicted wait of a request that comes now."),
     )
 }

@@ -15,11 +15,13 @@ from ray.serve.exceptions import RayServeException
 from deployments.demand import Demand
 from deployments.drain import Calls, Leaving, leave, take_over
 from deployments.metrics import ReplicaMetrics
+from deployments.siblings import Siblings
 from deployments.state_calls import perform
 from flide_engine.api import DecisionRequest, DecisionResponse
 from flide_engine.config import EngineConfig
 from flide_engine.errors import FlideError, NotReady
 from router.asking import plain_error
+from router.fingerprint import Fingerprint
 from router.policy import Load
 from router.receiver import Receiver
 from router.routing_key import anchor_text, as_key
@@ -47,10 +49,14 @@ class EngineReplica:
         self._leaving, self._draining = leaving or Leaving(), False
         self._calls, self._taken_over, self._turns = Calls(), Counter[str](), Turns()
         self._engine = Engine(EngineConfig.model_validate(config))
+        self._fingerprint = fingerprint_of(self._engine)
+        self._engine.fingerprint = self._fingerprint.text
+        self._siblings: Siblings | None = None
         self._id, self._receiver, self._demand = _own_id(), Receiver(), Demand()
         self._metrics = ReplicaMetrics(tenant_names or {})
         self._answered = 0
         log.info("engine %s ready in process %d", self._engine.card.name, os.getpid())
+        log.info("fingerprint %s by %s", self._fingerprint.text, self._fingerprint.stack)
 
     async def decide(
         self,
@@ -206,15 +212,28 @@ class EngineReplica:
             "description": card.description,
             "release_date": card.release_date,
             "weights_hash": self._engine.weights_hash,
+            "fingerprint": self._fingerprint.text,
             "device": "cuda" if torch.cuda.is_available() else "cpu",
             "torch": torch.__version__,
             "version": version("flide-serve"),
         }
 
+    async def record_replica_metadata(self) -> dict[str, list[object]]:
+        """Called by Serve once, before this replica is ready; every router gets the result."""
+        return self._fingerprint.encode()
+
     async def check_health(self) -> None:
-        """Called by Serve; a replica whose engine thread has stopped is replaced."""
+        """Called by Serve; a replica whose engine thread has stopped is replaced, and one that
+        promises its fleet's bits and has others.
+        """
         if not self._engine.is_alive():
             raise NotReady("the engine's thread has stopped")
+        if not self._fingerprint.strict or not self._id:
+            return
+        if self._siblings is None:
+            self._siblings = await asyncio.to_thread(Siblings)
+        if reason := self._siblings.against_me():
+            raise NotReady(f"deterministic=True, and {reason}")
 
     def __del__(self) -> Coroutine[Any, Any, None] | None:
         """Called by Serve, which awaits the result, when this replica is to go and has nothing in
@@ -237,6 +256,14 @@ class EngineReplica:
             log.exception("checkpoints could not be handed over; their states are computed anew")
         finally:
             await asyncio.to_thread(self._engine.close)
+
+
+def fingerprint_of(engine: Any) -> Fingerprint:
+    """What an engine computes with, and the bits it gives. Raises EngineError if it cannot run."""
+    from flide_engine.fingerprint import bits_of
+
+    strict = bool(engine.config.deterministic)
+    return Fingerprint(engine.weights_hash, bits_of(engine), engine.stack, strict, time.time())
 
 
 def _own_id() -> str:

@@ -137,10 +137,12 @@ class Usage(_Wire):
 class DecisionResponse(_Wire):
     """The answers by question id, in the order of the questions; `model` is the resolved name.
 
-    `x_timing`: milliseconds by stage (docs/http.md).
+    `x_timing`: milliseconds by stage (docs/http.md). `x_fingerprint`: weights and arithmetic that
+    answered.
     """
 
     model: str
     usage: Usage
     answers: dict[str, Answer]
     x_timing: dict[str, float] = Field(default_factory=dict)
+    x_fingerprint: str = ""

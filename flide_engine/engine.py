@@ -51,6 +51,7 @@ from flide_engine.resolve import (
     resolve_dtype,
     resolve_kernels,
     resolve_threads,
+    stack_of,
 )
 from flide_engine.runner import Runner
 from flide_engine.scheduler import Scheduler
@@ -96,6 +97,9 @@ class Engine:
         # compiles now what a round would wait for
         build_forest([np.arange(2, dtype=np.int32) for _ in range(2)])
         executor = executor_for(model, pool, kernels, device, config.max_round_tokens)
+        self.fingerprint = ""
+        """What answers carry as `x_fingerprint`."""
+        self.stack = f"{stack_of(device)}, {dtype}, {config.kernels} kernels"
         self._lock = threading.Lock()
         self._closed = False
         self._rendering = 0
@@ -350,6 +354,9 @@ class Engine:
     def _finish(self, work: RequestWork) -> None:
         try:
             values = [work.values[i] for i in range(len(work.rendered.reads))]
+            if work.raw:
+                work.future.set_result(values)
+                return
             answers = self._family.finish(work.rendered, values)
             usage = Usage(
                 input_tokens=work.rendered.input_tokens,
@@ -359,8 +366,9 @@ class Engine:
             work.passed("finish", self._clock())
             times = {stage: round(1000 * spent, 3) for stage, spent in work.times.items()}
             response = DecisionResponse(
-                model=self.card.name, usage=usage, answers=answers, x_timing=times
-            )
+                model=self.card.name, usage=usage, answers=answers, x_timing=times,
+                x_fingerprint=self.fingerprint,
+            )  # fmt: skip
         except BaseException as error:
             fail(work.future, error)
             return

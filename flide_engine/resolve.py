@@ -151,3 +151,10 @@ def resolve_threads(threads: int | None, device: torch.device, hidden: int) -> i
     if threads is None and device.type == "cpu" and hidden < SMALL_HIDDEN:
         return 1
     return threads
+
+
+def stack_of(device: torch.device) -> str:
+    """What decides bits beside weights and kernels: torch's version, and the device."""
+    if device.type == "cuda":
+        return f"torch {torch.__version__}, {torch.cuda.get_device_name(device)}"
+    return f"torch {torch.__version__}, CPU with {torch.backends.cpu.get_cpu_capability()}"

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flide_engine.api import DecisionResponse
 from flide_engine.cache.disk import Loaded
 from flide_engine.cache.index import Checkpoint
 from flide_engine.config import GRAIN
@@ -37,14 +37,14 @@ class RequestWork:
     its state where checkpoints are wanted. replays: its pieces; steps: which of them go into one
     round together, `at` the next one; empty until it is planned. anchors: checkpoints held between
     pieces, by the piece that took them. values: by read. seen: version of the index it was planned
-    with, limit: tokens of a piece it was planned with. alone: it shares no round. fault: why it
-    cannot be planned. loaded: a checkpoint of its state that was found on disk, until it is
-    planned. kept: checkpoints it left. reused: tokens that its checkpoint saved. times: seconds by
-    stage so far; since: when the present one began.
+    with, limit: tokens of a piece it was planned with. alone: it shares no round. raw: values are
+    wanted of it, not answers. fault: why it cannot be planned. loaded: a checkpoint of its state
+    that was found on disk, until it is planned. kept: checkpoints it left. reused: tokens that its
+    checkpoint saved. times: seconds by stage so far; since: when the present one began.
     """
 
     rendered: Rendered
-    future: "Future[DecisionResponse]"
+    future: "Future[Any]"
     deadline: float | None
     timeout: float | None
     tenant: str
@@ -61,6 +61,7 @@ class RequestWork:
     seen: int = -1
     limit: int = 0
     alone: bool = False
+    raw: bool = False
     fault: EngineError | None = None
     loaded: Loaded | None = None
     reused: int = 0

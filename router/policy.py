@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from router.ring import Ring, rehashed
 from router.routing_key import Anchor, Openings, Recent, RouteKey
 
-SHIPPED = ("router.ring", "router.routing_key", "router.policy")
+SHIPPED = ("router.ring", "router.routing_key", "router.policy", "router.fingerprint")
 """Modules that travel by value; none imports more than these and the standard library."""
 
 _ALL = 1 << 62

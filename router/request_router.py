@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray import cloudpickle
+from ray.serve import metrics
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from router.boards import Reasons, Shared, nothing_shared
+from router.fingerprint import decode, odd_ones
 from router.policy import SHIPPED, Limits, Policy
 from router.routing_key import RouteKey, as_key, route_key
 
@@ -48,6 +50,12 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         self._policy = Policy(self._shared.board, Limits(**limits))
         self._by_name: dict[str, RunningReplica] = {}
         self._told: dict[str, object] = {}
+        # declared in `deployments.metrics`, which a caller's process may not have
+        self._odd_replicas = metrics.Gauge(
+            "flide_odd_replicas", "Replicas whose bits are not their fleet's."
+        )
+        self._compared: set[str] = set()
+        self._barred: set[str] = set()
         self._dead: set[ReplicaID] = set()
 
     @property
@@ -60,6 +68,7 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         # the controller learns of a death after those that met it, and lists the dead until then
         self._dead &= {replica.replica_id for replica in replicas}
         live = [replica for replica in replicas if replica.replica_id not in self._dead]
+        live = self._of_the_fleet(live)
         self._by_name = {replica.replica_id.unique_id: replica for replica in live}
         self._shared.members.count = len(live)
         # Stats come unpickled anew each time; the policy reads those that are another object. To
@@ -70,6 +79,22 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         }
         self._policy.set_replicas(self._told, time.monotonic())
         super().update_replicas(live)
+
+    def _of_the_fleet(self, live: list[RunningReplica]) -> list[RunningReplica]:
+        """Those whose bits are their fleet's, and those that promise nothing of the kind."""
+        odd, names = self._shared.odd, {replica.replica_id.unique_id for replica in live}
+        if names != self._compared:  # what a replica tells of itself never changes
+            self._compared = names
+            told = {r.replica_id.unique_id: decode(r.replica_metadata) for r in live}
+            fingerprints = {name: found for name, found in told.items() if found is not None}
+            found = odd_ones(fingerprints)
+            for name in found.keys() - odd:
+                log.warning("replica %s computes unlike its fleet: %s", name, found[name])
+            odd.clear()
+            odd.update(found)
+            self._barred = {name for name in odd if fingerprints[name].strict}
+            self._odd_replicas.set(len(odd))
+        return [replica for replica in live if replica.replica_id.unique_id not in self._barred]
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Called by Serve, once for each call that failed by it: nothing goes there any more."""

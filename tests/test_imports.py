@@ -17,6 +17,7 @@ LEVELS = [
     {"runner", "graphs", "states"},
     {"loop"},
     {"engine"},
+    {"fingerprint"},
 ]
 ONLY = {
     "ray": (

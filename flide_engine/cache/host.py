@@ -79,7 +79,7 @@ class HostTier:
 
     def store(
         self, tenant: str, name: str, tokens: Ints, keys: Sequence[bytes], pool: Pool, pages: Ints,
-        slot: int,
+        slot: int, anchor: str = "",
     ) -> Checkpoint | None:  # fmt: skip
         """Copies a checkpoint of the pool, without what is here already; None if there is no room.
 
@@ -91,6 +91,7 @@ class HostTier:
             known = self.index.match(tenant, tokens, keys, position)
             if known.checkpoint is not None and known.checkpoint.position == position:
                 known.checkpoint.used = self._clock()
+                known.checkpoint.anchor = anchor or known.checkpoint.anchor
                 return known.checkpoint
             new = pages[known.agreed // GRAIN :]
             try:
@@ -105,7 +106,7 @@ class HostTier:
         self._states[number] = rows[len(new) :]
         every = np.concatenate([np.zeros(known.agreed // GRAIN, np.int32), rows[: len(new)]])
         made, _, _ = self.index.insert(
-            tenant, tokens, keys, every.astype(np.int32), number, self._clock(), name
+            tenant, tokens, keys, every.astype(np.int32), number, self._clock(), name, anchor
         )
         return made
 

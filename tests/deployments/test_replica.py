@@ -17,7 +17,8 @@ from deployments.replica import EngineReplica
 from flide_engine import DecisionRequest, DecisionResponse, Noul, Usage
 from flide_engine.cache.pool import Accounting
 from flide_engine.checkpoints import Counters
-from flide_engine.errors import InvalidRequest, Overloaded
+from flide_engine.errors import InvalidRequest, NotReady, Overloaded
+from router import fingerprint
 from router.policy import Load, Stats, decode
 from router.routing_key import anchor_key, route_key
 
@@ -31,6 +32,7 @@ class FakeEngine:
 
     def __init__(self, config: object) -> None:
         self.card = SimpleNamespace(name="m")
+        self.config, self.stack, self.fingerprint = config, "torch", ""
         self.submitted: list[dict[str, Any]] = []
         self.fails: Exception | None = None
         self.futures: list[Future[DecisionResponse]] = []
@@ -76,6 +78,7 @@ class FakeEngine:
 def replica(monkeypatch: pytest.MonkeyPatch) -> EngineReplica:
     """A replica of this name, as Serve would make it."""
     monkeypatch.setattr("flide_engine.engine.Engine", FakeEngine)
+    monkeypatch.setattr("flide_engine.fingerprint.bits_of", lambda engine: "bits")
     made = EngineReplica({})
     made._id = "me"
     return made
@@ -199,6 +202,41 @@ def test_a_replica_whose_engine_stopped_takes_nothing_new(replica: EngineReplica
     assert not told_by(replica).draining
     engine_of(replica).closed = True
     assert told_by(replica).draining
+
+
+def test_a_replica_tells_what_it_computes_with(replica: EngineReplica) -> None:
+    """Once, to the routers, and with every answer."""
+    told = fingerprint.decode(asyncio.run(replica.record_replica_metadata()))
+    assert told is not None
+    assert (told.weights, told.bits, told.stack, told.strict) == ("w", "bits", "torch", False)
+    assert engine_of(replica).fingerprint == told.text == "w-bits"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_bits_of_ones_own_are_unhealthy_where_the_fleets_were_promised(
+    replica: EngineReplica, monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    """With the reason; elsewhere routers report it, and no replica looks."""
+    reasons: list[str] = []
+    looked: list[bool] = []
+
+    class Siblings:
+        def __init__(self) -> None:
+            looked.append(True)
+
+        def against_me(self) -> str:
+            return "".join(reasons)
+
+    monkeypatch.setattr("deployments.replica.Siblings", Siblings)
+    replica._fingerprint = replica._fingerprint._replace(strict=strict)
+    asyncio.run(replica.check_health())
+    reasons.append("the probe gave other bits")
+    if strict:
+        with pytest.raises(NotReady, match="deterministic=True, and the probe gave other bits"):
+            asyncio.run(replica.check_health())
+    else:
+        asyncio.run(replica.check_health())
+    assert looked == ([True] if strict else [])
 
 
 def test_a_cancelled_call_drops_its_work(replica: EngineReplica) -> None:

@@ -23,6 +23,7 @@ from ray.serve.request_router import PendingRequest
 from flide_engine import DecisionRequest, Noul
 from router import boards, request_router
 from router.boards import shared
+from router.fingerprint import Fingerprint
 from router.policy import Load, Stats
 from router.request_router import StateRouter, key_of_call
 from router.routing_key import anchor_key, anchor_text, as_key, route_key
@@ -39,6 +40,7 @@ class Replica:
     def __init__(self, name: str, stats: dict[str, bytes] | None = None) -> None:
         self.replica_id = ReplicaID(name, DeploymentID(DEPLOYMENT, APP))
         self.routing_stats = stats or {}
+        self.replica_metadata: dict[str, object] = {}
         self.max_ongoing_requests = 2
         self.ongoing = 0
 
@@ -319,6 +321,35 @@ def test_a_state_that_is_handed_over_goes_to_its_next_owner() -> None:
     with_router(test)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_bits_unlike_the_fleets_are_reported_and_barred_where_they_were_promised(
+    strict: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From before its first call on; once its fleet is gone, it is the fleet."""
+
+    async def test(router: StateRouter, replicas: dict[str, Replica]) -> None:
+        for replica in replicas.values():
+            bits = "other" if replica.name == "b" else "bits"
+            told = Fingerprint("w", bits, f"stack of {replica.name}", strict, 0.0)
+            replica.replica_metadata = dict(told.encode())
+        others = [r for name, r in replicas.items() if name != "a"]
+        with caplog.at_level("WARNING", "ray.serve"):
+            for live in (others, [*others, replicas["a"]]):
+                router.update_replicas(live)
+        odd = shared(APP, DEPLOYMENT).odd
+        assert list(odd) == ["b"]
+        assert "bits on 3 of 4 replicas" in odd["b"]
+        assert "here stack of b, there stack of a" in odd["b"]
+        assert sum("unlike its fleet" in record.message for record in caplog.records) == 1
+        homes = {await chosen(router, asking({"state": text(700, seed)})) for seed in range(40)}
+        assert homes == ({"a", "c", "d"} if strict else {"a", "b", "c", "d"})
+        router.update_replicas([replicas["b"]])
+        assert not odd
+        assert await chosen(router, asking({"state": "s"})) == "b"
+
+    with_router(test)
+
+
 def test_a_draining_replica_takes_nothing() -> None:
     """By what it says in its stats; also when all of them drain."""
 
@@ -407,6 +438,7 @@ engine = DeploymentID("Engine", "app")
 
 class Replica:
     routing_stats, max_ongoing_requests = {}, 8
+    replica_metadata = {"flide_fingerprint": ["weights", "bits", "stack", False, 1.0]}
     def __init__(self, name):
         self.replica_id = ReplicaID(name, engine)
     async def get_queue_len(self, *, deadline_s):
