@@ -111,7 +111,7 @@ def loops(workers: list[Worker], shape: str, passes: int, agents: int) -> list[R
 def bytes_kept(workers: list[Worker], shape: str, count: int) -> list[Row]:
     """What a step leaves, beside its distinct tokens and one recurrent state in bfloat16."""
     state = Qwen35Config.of(SHAPES[shape]).state_shape()
-    needed = state.page_bytes(2) * GROWS // GRAIN + state.slot_bytes(2)
+    needed = state.page_bytes(2) * GROWS // GRAIN + state.slot_units(2) * state.unit_bytes(2)
     rows: list[Row] = []
     for worker in workers:
         found = answered(worker, "kept", history=HISTORY, steps=count)
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     weights = str(weights_folder(args.shape, args.weights))
-    config = {"dtype": "bfloat16", "keep_checkpoints": True, "slot_share": 0.6}
+    config = {"dtype": "bfloat16", "keep_checkpoints": True}
     workers = [
         Worker("ours", args.shape, [], mode, weights=weights, pool_gib=args.pool_gib, config=config)
         for mode in args.modes

@@ -62,8 +62,8 @@ def first_difference(
     streams = []
     for round_jobs in (jobs, [Job(build_forest([prompt]))]):
         layout = lay_out(round_jobs)
-        pages, slots = pool.pages.take(layout.num_pages), pool.slots.take(layout.num_slots)
-        plan, _ = layout.bind(pages, slots)
+        pages, slots = pool.take(layout.num_pages, layout.num_slots)
+        plan = pool.placed(layout.bind(pages, slots)[0])
         seen: list[Tensor] = []
 
         def record(
@@ -73,7 +73,7 @@ def first_difference(
             seen.append(total)
             return total, normed
 
-        tables = Tables(Capacity.exactly(plan, TILE), pool.tensors.keys.device)
+        tables = Tables(Capacity.exactly(plan, TILE), pool.device)
         assert tables.fill(plan, Asked.every_vector(len(plan.read_rows)))
         tables.upload()
         twin = copy(model)

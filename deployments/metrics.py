@@ -106,10 +106,8 @@ class ReplicaMetrics:
             self._count_to("flide_tokens", getattr(counters, kind), {"kind": kind})
         self._count_to("flide_rounds", counters.rounds, {})
         self._count_to("flide_busy_seconds", counters.busy_seconds, {})
-        for kind in ("page", "slot"):
-            total = getattr(held, f"{kind}_bytes_total")
-            used = getattr(held, f"{kind}_bytes_held")
-            gauge = self._of["flide_pool_bytes"]
+        gauge = self._of["flide_pool_bytes"]
+        for (_, kind), (used, total) in held.by_kind().items():
             gauge.set(used, {"kind": kind, "state": "held"})
             gauge.set(total - used, {"kind": kind, "state": "free"})
         for tier, count in engine.checkpoint_counts().items():

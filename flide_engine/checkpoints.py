@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flide_engine.cache.host import Copied
+from flide_engine.cache.disk import Loaded
 from flide_engine.cache.index import Checkpoint, Freed, PrefixIndex
 from flide_engine.cache.marks import MarkPolicy
 from flide_engine.cache.names import Named
-from flide_engine.cache.pool import Counted, Pool
+from flide_engine.cache.pool import Pool
 from flide_engine.config import GRAIN
 from flide_engine.errors import PoolExhausted
 from flide_engine.layout.plan import Anchor, Ints
@@ -51,7 +51,7 @@ class Checkpoints:
         self._pool, self._policy, self._keep, self._clock = pool, policy, keep, clock
         self._tiers = tiers
         self._to_copy: deque[Checkpoint] = deque()
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(pool.slot_units)
         self.version = 0
         self.counters = Counters()
 
@@ -91,6 +91,9 @@ class Checkpoints:
         self.counters.asked += work.rendered.input_tokens
         if work.resume is not None:
             checkpoint = work.resume.checkpoint
+            if checkpoint.coming is not None:
+                checkpoint.coming.join()  # and with this round every later one
+                checkpoint.coming = None
             checkpoint.hits += 1
             checkpoint.used = self._clock()
             if work.rendered.state_tokens - checkpoint.position < GRAIN:
@@ -111,6 +114,7 @@ class Checkpoints:
         if slot_taken:
             work.kept.append(checkpoint)
             if self._tiers is not None:
+                checkpoint.coming = self._tiers.last_arrival()  # it may share pages with one
                 self._to_copy.append(checkpoint)
             self._pool.slots.retain(np.array([anchor.slot], np.int32))
             self.version += 1
@@ -127,16 +131,14 @@ class Checkpoints:
 
     def make_room(self, error: PoolExhausted) -> bool:
         """Evicts until what a round lacked is free. False if not enough can be."""
-        counted = self._pool.pages if error.kind == self._pool.pages.kind else self._pool.slots
-        while counted.free < error.needed:
+        while self._pool.free < error.needed:
             victim = self.index.victim(self._clock())
             if victim is None:
                 if self._tiers is None or not self._tiers.settle(copies=True):
                     return False
                 continue
             if self._tiers is not None:
-                self._copy(victim)
-                self._tiers.settle(copies=True)
+                self._copy(victim, leaving=True)
             self.free(self.index.remove(victim))
         return True
 
@@ -159,12 +161,12 @@ class Checkpoints:
         """Whether `copy_some` has something to do."""
         return bool(self._to_copy)
 
-    def _copy(self, checkpoint: Checkpoint) -> None:
+    def _copy(self, checkpoint: Checkpoint, leaving: bool = False) -> None:
         assert self._tiers is not None
         index = self.index
         self._tiers.copy(
             checkpoint, index.tokens_of(checkpoint), index.keys_of(checkpoint),
-            self._pool, index.pages_of(checkpoint),
+            self._pool, index.pages_of(checkpoint), leaving,
         )  # fmt: skip
 
     def longest(self, tenant: str, tokens: Ints, keys: Sequence[bytes], limit: int) -> int:
@@ -184,57 +186,49 @@ class Checkpoints:
         loaded, work.loaded = work.loaded, None
         position = max(c.position if c else 0 for c in (here, held))
         if loaded is not None and len(loaded.tokens) > position:
-            first = len(loaded.tokens) // GRAIN
-            pages, state = loaded.pages[:first], loaded.state
-            if self._bring(
-                work, len(loaded.tokens), lambda at: Copied(pages[at:], state), loaded.known
-            ):
+            if self._bring(work, len(loaded.tokens), loaded, loaded.known):
                 self.counters.from_disk += len(loaded.tokens)
         elif held is not None and position > (here.position if here else 0):
-            rows, state_rows = self._tiers.host.rows_of(held)
             held.locks += 1  # making room on the device may store what leaves there
-            read = self._tiers.host.read
-            if made := self._bring(work, position, lambda at: read(rows[at:], state_rows), held):
+            if made := self._bring(work, position, held, held):
                 made.hits = held.hits
                 self.counters.from_host += position
             held.locks -= 1
             held.used = self._clock()
 
     def _bring(
-        self, work: RequestWork, position: int, read: Callable[[int], Copied], known_as: Named
+        self, work: RequestWork, position: int, source: Checkpoint | Loaded, known_as: Named
     ) -> Checkpoint | None:
-        """Writes a checkpoint of work's state to the device. None if no room can be made for it.
+        """Begins to copy a checkpoint of work's state to the device. None if no room can be made
+        for it.
 
-        read: its contents, of pages from a grain on. known_as: for whom it is kept; that the device
-        keeps it, too, is not what it was pinned for.
+        known_as: for whom it is kept; that the device keeps it, too, is not what it was pinned for.
         """
+        assert self._tiers is not None
         tokens, keys = work.rendered.prompts[0][:position], work.keys
         known = self.index.match(work.tenant, tokens, keys, position)
         base = known.checkpoint
         if base is not None:
             base.locks += 1
+        first = base.position // GRAIN if base else 0
         try:
-            first = base.position // GRAIN if base else 0
-            pages = self.take(self._pool.pages, position // GRAIN - first)
-            try:
-                slot = int(self.take(self._pool.slots, 1)[0])
-            except PoolExhausted:
-                self._pool.pages.release(pages)
-                raise
+            pages, slots = self.take(position // GRAIN - first, 1)
         except PoolExhausted:
             return None
         finally:
             if base is not None:
                 base.locks -= 1
-        contents = read(first)
-        self._pool.put_pages(pages, contents.pages)
-        self._pool.put_slot(slot, contents.state)
+        event = self._tiers.restore(source, first, self._pool, pages, int(slots[0]))
         every = np.concatenate([known.pages, pages]).astype(np.int32)
         made, taken, _ = self.index.insert(
-            work.tenant, tokens, keys, every, slot, self._clock(), known_as.name, known_as.anchor
-        )
+            work.tenant, tokens, keys, every, int(slots[0]), self._clock(),
+            known_as.name, known_as.anchor,
+        )  # fmt: skip
         made.branches |= known_as.branches
-        self._pool.pages.release(np.setdiff1d(pages, taken).astype(np.int32))
+        self._tiers.arriving(made, source, event)
+        if len(taken) < len(pages):  # pages of grains that are known hold the same
+            event.join()
+            self._pool.pages.release(np.setdiff1d(pages, taken).astype(np.int32))
         self.version += 1
         return made
 
@@ -247,11 +241,11 @@ class Checkpoints:
                 counts["disk"] = len(self._tiers.disk)
         return counts
 
-    def take(self, counted: Counted, count: int) -> Ints:
-        """Pages or slots, giving up checkpoints for them. Raises PoolExhausted if too few are."""
+    def take(self, pages: int, slots: int) -> tuple[Ints, Ints]:
+        """As `Pool.take`, giving up checkpoints for it. Raises PoolExhausted if too few can be."""
         while True:
             try:
-                return counted.take(count)
+                return self._pool.take(pages, slots)
             except PoolExhausted as error:
                 if not self.make_room(error):
                     raise

@@ -78,12 +78,6 @@ class EngineConfig(BaseModel):
         le=1,
         description="Part of the card's memory that this engine may use, where several share it.",
     )
-    slot_share: float = Field(
-        0.25,
-        gt=0,
-        lt=1,
-        description="Part of pool_bytes that holds recurrent and convolution states.",
-    )
     keep_checkpoints: bool = Field(
         True, description="Whether states are kept for later requests that begin alike."
     )

@@ -44,9 +44,9 @@ from flide_engine.models.registry import load_model
 from flide_engine.models.weights import weights_hash
 from flide_engine.resolve import (
     device_pool_bytes,
-    least_pages,
+    least_units,
     locate,
-    pool_size,
+    pool_units,
     resolve_device,
     resolve_dtype,
     resolve_kernels,
@@ -92,8 +92,8 @@ class Engine:
             own = torch.cuda.memory_reserved(device)
             free, total = torch.cuda.mem_get_info(device)
             budget = device_pool_bytes(free, total, own, config.device_share)
-        sizes = pool_size(config, model.state_shape, dtype, budget)
-        pool = Pool(model.state_shape, *sizes, dtype, device)
+        units = pool_units(config, model.state_shape, dtype, budget)
+        pool = Pool(model.state_shape, units, dtype, device)
         # compiles now what a round would wait for
         build_forest([np.arange(2, dtype=np.int32) for _ in range(2)])
         executor = executor_for(model, pool, kernels, device, config.max_round_tokens)
@@ -109,8 +109,9 @@ class Engine:
             pool, MarkPolicy(), config.keep_checkpoints, clock, self._tiers
         )
         self._states = States(
-            self._checkpoints, pool, self._tiers, clock, config.pin_share, least_pages(config)
-        )
+            self._checkpoints, pool, self._tiers, clock, config.pin_share,
+            least_units(config, model.state_shape, dtype),
+        )  # fmt: skip
         self._loop = RoundLoop(
             Runner(executor, pool, config.fork),
             Scheduler(

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from flide_engine.cache.pool import split_budget
 from flide_engine.config import GRAIN, EngineConfig
 from flide_engine.errors import ConfigError
 from flide_engine.kernels import REFERENCE, Kernels
@@ -108,38 +107,40 @@ def device_pool_bytes(free: int, total: int, own: int, share: float) -> int:
     return left
 
 
-MIN_SLOTS = 16
+SPARE_STATES = 16
 """Recurrent states of a pool without a byte budget, before those of checkpoints."""
 
-CHECKPOINT_BYTES = 128 << 20
-"""Bytes for checkpoints' pages, and as many for their states, in a pool without a byte budget."""
+CHECKPOINT_BYTES = 256 << 20
+"""Bytes for checkpoints in a pool without a byte budget."""
 
 
-def least_pages(config: EngineConfig) -> int:
-    """Pages without which the longest prompt and one round do not fit."""
-    return (config.max_prompt_tokens + config.max_round_tokens) // GRAIN + 1
-
-
-def pool_size(
-    config: EngineConfig, shape: StateShape, dtype: torch.dtype, budget: int | None
-) -> tuple[int, int]:
-    """(pages, slots) of an engine's pool; budget: bytes, None for as much as it needs.
-
-    Raises ConfigError if the longest prompt and one round do not fit.
+def least_units(config: EngineConfig, shape: StateShape, dtype: torch.dtype) -> int:
+    """Pages' worth of memory without which the longest prompt and one round, with two states, do
+    not fit.
     """
-    needed = least_pages(config)
+    pages = (config.max_prompt_tokens + config.max_round_tokens) // GRAIN + 1
+    return pages + 2 * shape.slot_units(dtype.itemsize)
+
+
+def pool_units(
+    config: EngineConfig, shape: StateShape, dtype: torch.dtype, budget: int | None
+) -> int:
+    """Pages' worth of memory of an engine's pool; budget: bytes, None for as much as it needs.
+
+    Raises ConfigError if the longest prompt and one round, with two states, do not fit.
+    """
+    unit, slot = shape.unit_bytes(dtype.itemsize), shape.slot_units(dtype.itemsize)
+    needed = least_units(config, shape, dtype)
     if budget is None:
-        size = dtype.itemsize
-        pages = needed + CHECKPOINT_BYTES // max(1, shape.page_bytes(size))
-        return pages, MIN_SLOTS + CHECKPOINT_BYTES // max(1, shape.slot_bytes(size))
-    pages, slots = split_budget(shape, budget, config.slot_share, dtype)
-    if needed > pages:
+        return needed + SPARE_STATES * slot + CHECKPOINT_BYTES // unit
+    units = budget // unit
+    if needed > units:
         raise ConfigError(
-            f"pool_bytes {budget} holds {pages} pages of {GRAIN} tokens;"
-            f" max_prompt_tokens {config.max_prompt_tokens} with max_round_tokens"
-            f" {config.max_round_tokens} needs {needed}"
+            f"pool_bytes {budget} holds {units} pages of {GRAIN} tokens; max_prompt_tokens"
+            f" {config.max_prompt_tokens} with max_round_tokens {config.max_round_tokens} needs"
+            f" {needed}, of which two states take {2 * slot}: {needed * unit} bytes"
         )
-    return pages, slots
+    return units
 
 
 SMALL_HIDDEN = 512

@@ -42,15 +42,10 @@ class Runner:
         Raises PoolExhausted or RoundTooLarge, having taken nothing, if the round does not fit.
         """
         layout = lay_out(jobs, self.fork)
-        pages = self._pool.pages.take(layout.num_pages)
-        try:
-            slots = self._pool.slots.take(layout.num_slots)
-        except Exception:
-            self._pool.pages.release(pages)
-            raise
+        pages, slots = self._pool.take(layout.num_pages, layout.num_slots)
         try:
             plan, checkpoints = layout.bind(pages, slots)
-            pending = self.executor.start(plan, asked)
+            pending = self.executor.start(self._pool.placed(plan), asked)
             for anchor in (a for marks in checkpoints for a in marks):
                 self.hold(anchor)
         finally:

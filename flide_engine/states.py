@@ -15,7 +15,7 @@ from flide_engine.cache.pool import Pool
 from flide_engine.cache.transfer import Parcel, put_in, read, take_out
 from flide_engine.checkpoints import Checkpoints
 from flide_engine.config import GRAIN
-from flide_engine.errors import PoolExhausted, TooManyBranches, TooMuchPinned
+from flide_engine.errors import TooManyBranches, TooMuchPinned
 from flide_engine.tiers import Tiers
 
 
@@ -61,14 +61,14 @@ class States:
         tiers: Tiers | None,
         clock: Callable[[], float],
         pin_share: float,
-        least_pages: int,
+        least_units: int,
     ) -> None:
-        """pin_share: part of a tier that may be kept from eviction. least_pages: what must not be,
-        or a request could find no room.
+        """pin_share: part of a tier that may be kept from eviction. least_units: what of the pool
+        must not be, or a request could find no room.
         """
         self._kept, self._index = checkpoints, checkpoints.index
         self._pool, self._tiers, self._clock = pool, tiers, clock
-        self._pin_share, self._least_pages = pin_share, least_pages
+        self._pin_share, self._least_units = pin_share, least_units
 
     def export(self, tenant: str, name: str, weights: str) -> list[bytes]:
         """A tenant's checkpoints as bytes, of one name or of all, longest first."""
@@ -108,12 +108,7 @@ class States:
         match = self._index.match(parcel.tenant, parcel.tokens, keys, parcel.position)
         if match.checkpoint is not None and match.checkpoint.position == parcel.position:
             return 0
-        pages = self._kept.take(self._pool.pages, parcel.position // GRAIN)
-        try:
-            slot = self._kept.take(self._pool.slots, 1)
-        except PoolExhausted:
-            self._pool.pages.release(pages)
-            raise
+        pages, slot = self._kept.take(parcel.position // GRAIN, 1)
         put_in(self._pool, parcel, pages, int(slot[0]))
         used = self._clock() - parcel.unused_s  # or what is new would outlive what is in use here
         made, taken, _ = self._index.insert(
@@ -252,13 +247,11 @@ class States:
         def pinned(index: PrefixIndex) -> set[Checkpoint]:
             return {c for c in index if c.pinned} | {c for i, c in memory if i is index}
 
-        here, pages, slots = pinned(self._index), self._pool.pages, self._pool.slots
+        here = pinned(self._index)
         used = {page for c in here for page in self._index.pages_of(c).tolist()}
-        share, total = self._pin_share, len(pages.counts)
-        kept = [
-            (pages.kind, len(used), min(share * total, total - self._least_pages)),
-            (slots.kind, len(here), share * len(slots.counts)),
-        ]
+        units = len(used) + self._pool.slot_units * len(here)
+        share, total = self._pin_share, self._pool.units
+        kept = [("pages", units, min(share * total, total - self._least_units))]
         if self._tiers is not None:
             host, disk = self._tiers.host, self._tiers.disk
             held = host.bytes_of(pinned(host.index))

@@ -1,20 +1,20 @@
 """What becomes of checkpoints beyond the device: copies in host memory, then on disk.
 
-Copies are made soon after a round, so that giving up a checkpoint on the device costs nothing; on a
-GPU they run beside the rounds, on a stream of their own. Files are written by a thread.
+Copies are made soon after a round, so that giving up a checkpoint on the device costs nothing, and
+beside the rounds; so is what comes back. Files are written by a thread.
 """
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
+from flide_engine.cache.beside import Event
 from flide_engine.cache.disk import DiskTier, Loaded
 from flide_engine.cache.host import HostTier
 from flide_engine.cache.index import Checkpoint, Match
@@ -28,11 +28,20 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Copy:
-    """A copy under way: what it is of, what it is, and what tells when it is there."""
+    """A copy under way: what is locked for it, what it is, and what tells when it is there."""
 
-    source: Checkpoint
+    source: Checkpoint | None
     copy: Checkpoint
-    done: Any  # torch.cuda.Event, or None
+    event: Event
+
+
+@dataclass
+class _Arrival:
+    """A checkpoint on its way to the device, and what it comes from: kept until it is there."""
+
+    checkpoint: Checkpoint
+    source: Checkpoint | Loaded
+    event: Event
 
 
 class Tiers:
@@ -41,9 +50,9 @@ class Tiers:
     def __init__(self, host: HostTier, disk: DiskTier | None) -> None:
         self.host, self.disk = host, disk
         self._copies: list[_Copy] = []
+        self._arrivals: list[_Arrival] = []
         self._writer = ThreadPoolExecutor(1, "flide-disk") if disk is not None else None
         self._writes: list[tuple[Future[None], Checkpoint]] = []
-        self._stream: Any = None
 
     @classmethod
     def of(
@@ -61,40 +70,79 @@ class Tiers:
         return cls(HostTier(pool, config.host_bytes, clock), disk)
 
     def copy(
-        self, checkpoint: Checkpoint, tokens: Ints, keys: Sequence[bytes], pool: Pool, pages: Ints
-    ) -> bool:
+        self, checkpoint: Checkpoint, tokens: Ints, keys: Sequence[bytes], pool: Pool, pages: Ints,
+        leaving: bool = False,
+    ) -> bool:  # fmt: skip
         """Begins to copy a checkpoint of the pool to the host; it is locked until that is done.
 
+        leaving: it is not, and may be given up at once: later rounds wait for the copy instead.
         False if the host has no room for it.
         """
-        with self._beside(pool) as done:
-            made = self.host.store(
-                checkpoint.tenant, checkpoint.name, tokens, keys, pool, pages, checkpoint.slot
-            )
+        made = self.host.store(
+            checkpoint.tenant, checkpoint.name, tokens, keys, pool, pages, checkpoint.slot
+        )
         if made is None:
             return False
-        made.learn(checkpoint)
-        made.hits = max(made.hits, checkpoint.hits)
-        checkpoint.locks += 1
-        made.locks += 1
-        self._copies.append(_Copy(checkpoint, made, done()))
+        copy, event = made
+        copy.learn(checkpoint)
+        copy.hits = max(copy.hits, checkpoint.hits)
+        copy.locks += 1
+        if leaving:
+            event.join()
+        else:
+            checkpoint.locks += 1
+        self._copies.append(_Copy(None if leaving else checkpoint, copy, event))
         self.settle()
         return True
 
+    def restore(
+        self, source: Checkpoint | Loaded, first: int, pool: Pool, pages: Ints, slot: int
+    ) -> Event:
+        """Copies a checkpoint of the host, or what was read from disk, from grain `first` on to
+        `pages` and `slot` of the pool, beside the rounds; `arriving` must be told.
+        """
+        if isinstance(source, Checkpoint):
+            return self.host.restore(source, first, pool, pages, slot)
+        loaded = source
+
+        def copies() -> None:
+            here = np.arange(first, len(loaded.pages), dtype=np.int32)
+            pool.put_pages(pages, loaded.pages, here)
+            pool.slot_bytes(slot).copy_(loaded.state, non_blocking=True)
+
+        return pool.beside.run(copies)
+
+    def arriving(self, checkpoint: Checkpoint, source: Checkpoint | Loaded, event: Event) -> None:
+        """A checkpoint of the device is complete at `event`; until then it is locked, and so is
+        what it is copied from.
+        """
+        if event.is_done():
+            return
+        checkpoint.coming = event
+        checkpoint.locks += 1
+        if isinstance(source, Checkpoint):
+            source.locks += 1
+        self._arrivals.append(_Arrival(checkpoint, source, event))
+
+    def last_arrival(self) -> Event | None:
+        """When everything on its way to the device is there; None if nothing is."""
+        return self._arrivals[-1].event if self._arrivals else None
+
     def settle(self, copies: bool = False, writes: bool = False) -> bool:
-        """Unlocks what has been copied and written; whether anything was under way.
+        """Unlocks what has been copied and written; whether copies were under way.
 
         copies, writes: wait until all are done.
         """
-        busy = bool(self._copies or self._writes)
+        busy = bool(self._copies or self._arrivals)
+        self._settle_arrivals(copies)
         still: list[_Copy] = []
         for copy in self._copies:
-            if copy.done is not None and not copies and not copy.done.query():
+            if not copies and not copy.event.is_done():
                 still.append(copy)
                 continue
-            if copy.done is not None:
-                copy.done.synchronize()
-            copy.source.locks -= 1
+            copy.event.wait()
+            if copy.source is not None:
+                copy.source.locks -= 1
             if self._writer is None:
                 copy.copy.locks -= 1
             else:
@@ -111,6 +159,19 @@ class Tiers:
         self._writes = open_writes
         return busy
 
+    def _settle_arrivals(self, wait: bool) -> None:
+        still: list[_Arrival] = []
+        for arrival in self._arrivals:
+            if not wait and not arrival.event.is_done():
+                still.append(arrival)
+                continue
+            arrival.event.wait()
+            arrival.checkpoint.coming = None
+            arrival.checkpoint.locks -= 1
+            if isinstance(arrival.source, Checkpoint):
+                arrival.source.locks -= 1
+        self._arrivals = still
+
     def match(self, tenant: str, tokens: Ints, keys: Sequence[bytes], limit: int) -> Match:
         """The longest checkpoint on the host."""
         return self.host.match(tenant, tokens, keys, limit)
@@ -122,7 +183,11 @@ class Tiers:
         position = self.disk.longest(tenant, keys, limit)
         if not position:
             return None
-        return self.disk.load(tenant, keys[: position // GRAIN], tokens[:position])
+        loaded = self.disk.load(tenant, keys[: position // GRAIN], tokens[:position])
+        if loaded is None or not self.host.pinned:
+            return loaded
+        # here, on whichever thread asks, so that the copy to the device does not block the rounds
+        return replace(loaded, pages=loaded.pages.pin_memory(), state=loaded.state.pin_memory())
 
     def forget(self, tenant: str, name: str, beyond: int) -> int:
         """Keeps a named state past `beyond` tokens for it no longer, everywhere: how many copies.
@@ -157,16 +222,3 @@ class Tiers:
             return copied.pages, copied.state
 
         return self.disk.save, checkpoint.tenant, checkpoint.known(), keys, tokens, read
-
-    @contextmanager
-    def _beside(self, pool: Pool) -> Iterator[Callable[[], Any]]:
-        """Copies go beside the rounds, after what has been queued so far; yields what marks their
-        end.
-        """
-        if not pool.tensors.keys.is_cuda:
-            yield lambda: None
-            return
-        self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield self._stream.record_event

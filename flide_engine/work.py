@@ -98,6 +98,12 @@ class RequestWork:
         """Whether every piece has run."""
         return bool(self.steps) and self.at == len(self.steps)
 
+    @property
+    def is_coming(self) -> bool:
+        """Whether the checkpoint it starts from is still on its way to the device."""
+        coming = self.resume.checkpoint.coming if self.resume and not self.at else None
+        return coming is not None and not coming.is_done()
+
     def is_gone(self, now: float) -> bool:
         """Whether its caller has left or its deadline has passed."""
         return self.future.cancelled() or (self.deadline is not None and now > self.deadline)

@@ -34,7 +34,9 @@ ONLY = {
     "torch": (
         "flide_engine/kernels/",
         "flide_engine/models/",
+        "flide_engine/cache/beside.py",
         "flide_engine/cache/pool.py",
+        "flide_engine/cache/rows.py",
         "flide_engine/cache/transfer.py",
         "flide_engine/cache/host.py",
         "flide_engine/cache/disk.py",

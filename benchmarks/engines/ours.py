@@ -66,11 +66,13 @@ class Ours(Agents):
         return as_rendered(request(work, seed, self._texts, most))
 
     def plan(self, work: str) -> tuple[RoundPlan, Asked]:
-        """A workload's round, on pages and slots from 0 up."""
+        """A workload's round, on pages and slots that nobody holds."""
         asked = self.rendered(work, 0)
         layout = lay_out([Job(build_forest(asked.prompts))])
-        pages = np.arange(layout.num_pages, dtype=np.int32)
-        plan, _ = layout.bind(pages, np.arange(layout.num_slots, dtype=np.int32))
+        pages, slots = self.pool.take(layout.num_pages, layout.num_slots)
+        plan = self.pool.placed(layout.bind(pages, slots)[0])
+        self.pool.pages.release(pages)
+        self.pool.slots.release(slots)
         return plan, Asked.of(asked.reads)
 
     def one(self, work: str, times: int) -> dict[str, Any]:
@@ -177,7 +179,8 @@ class Ours(Agents):
         hidden = self.runner.executor.start(plan, Asked.every_vector(len(texts))).wait()[1]
         assert hidden is not None
         model = load_model(self.weights, torch.float32, self.device, REFERENCE)
-        state = Pool(model.state_shape, 2, 2, torch.float32, self.device).tensors
+        shape = model.state_shape
+        state = Pool(shape, shape.slot_units(4), torch.float32, self.device).tensors
         errors = []
         for text, row in list(zip(texts, hidden, strict=True))[:most]:
             layout = lay_out([Job(build_forest([text]))])

@@ -1,7 +1,7 @@
 """The host tier: checkpoints in the machine's memory, pinned where there is a GPU.
 
-One arena of rows, each as large as a page; a state takes as many rows as it needs, so that the
-ratio of pages to states follows the load. Checkpoints share the rows of what they have in common.
+Rows as large as the device's: a page takes one, a state as many as it needs, so that the ratio of
+pages to states follows the load. Checkpoints share the rows of what they have in common.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flide_engine.cache.arena import Counted
+from flide_engine.cache.beside import AtOnce, Event
 from flide_engine.cache.index import Checkpoint, Match, PrefixIndex
-from flide_engine.cache.pool import Counted, Pool
+from flide_engine.cache.pool import Pool
+from flide_engine.cache.rows import collect, move_rows, spread
 from flide_engine.config import GRAIN
 from flide_engine.errors import ConfigError, PoolExhausted
 from flide_engine.layout.plan import Ints
-
-SMALLEST_ROW = 4096
-"""Bytes of a row where a model's page is smaller: it may have no attention layer at all."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class HostTier:
     """Checkpoints copied off the device. One thread uses it; nothing here locks."""
 
     def __init__(self, pool: Pool, budget: int, clock: Callable[[], float]) -> None:
-        """pool: of the device, whose shape the rows follow. budget: bytes, allocated at once.
+        """pool: of the device, whose rows these follow. budget: bytes, allocated at once.
 
         Raises ConfigError if it holds no state with one page.
         """
         size = pool.dtype.itemsize
         self._page, self._state = pool.shape.page_bytes(size), pool.shape.slot_bytes(size)
-        self._row = max(self._page, SMALLEST_ROW)
+        self._row = pool.shape.unit_bytes(size)
         self._state_rows = -(-self._state // self._row)
         count = budget // self._row
         if count < self._state_rows + 1:
@@ -49,18 +49,18 @@ class HostTier:
                 f"host_bytes {budget} holds {count} rows of {self._row} bytes; a state with one"
                 f" page takes {self._state_rows + 1}"
             )
-        pinned = pool.tensors.keys.is_cuda
-        self._rows = torch.zeros(count, self._row, dtype=torch.uint8, pin_memory=pinned)
+        self.pinned = pool.device.type == "cuda"
+        self._rows = torch.zeros(count, self._row, dtype=torch.uint8, pin_memory=self.pinned)
         self._counted = Counted("host rows", count)
         self._clock = clock
         self._states: dict[int, Ints] = {}  # rows of each state, by its number
         self._next = 0
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(max(1, self._state_rows))
 
     @property
     def bytes_held(self) -> int:
         """Bytes in use."""
-        return self._row * (len(self._counted.counts) - self._counted.free)
+        return self._row * self._counted.held
 
     @property
     def bytes_total(self) -> int:
@@ -80,11 +80,11 @@ class HostTier:
     def store(
         self, tenant: str, name: str, tokens: Ints, keys: Sequence[bytes], pool: Pool, pages: Ints,
         slot: int, anchor: str = "",
-    ) -> Checkpoint | None:  # fmt: skip
-        """Copies a checkpoint of the pool, without what is here already; None if there is no room.
+    ) -> tuple[Checkpoint, Event] | None:  # fmt: skip
+        """Copies a checkpoint of the pool, beside the rounds, without what is here already: (it,
+        when it is there); None if there is no room.
 
-        tokens, keys: of its prefix. On a GPU the copies are only queued on the current stream: the
-        checkpoint must stay where it is until the stream has come to them.
+        tokens, keys: of its prefix. The pool's must stay where it is until the copies are made.
         """
         position = GRAIN * len(pages)
         while True:
@@ -92,7 +92,7 @@ class HostTier:
             if known.checkpoint is not None and known.checkpoint.position == position:
                 known.checkpoint.used = self._clock()
                 known.checkpoint.anchor = anchor or known.checkpoint.anchor
-                return known.checkpoint
+                return known.checkpoint, AtOnce()
             new = pages[known.agreed // GRAIN :]
             try:
                 rows = self._counted.take(len(new) + self._state_rows)
@@ -100,15 +100,34 @@ class HostTier:
             except PoolExhausted:
                 if not self._evict():
                     return None
-        self._copy_in(rows[: len(new)], pool.page_bytes(new))
-        self._copy_in(rows[len(new) :], self._state_as_rows(pool.slot_bytes(slot)))
+        of_pages, of_state = rows[: len(new)], rows[len(new) :]
+
+        def copies() -> None:
+            move_rows(self._rows, of_pages, pool.rows, pool.places(new))
+            spread(pool.slot_bytes(slot), self._rows, of_state)
+
+        event = pool.beside.run(copies)
         number, self._next = self._next, self._next + 1
-        self._states[number] = rows[len(new) :]
-        every = np.concatenate([np.zeros(known.agreed // GRAIN, np.int32), rows[: len(new)]])
+        self._states[number] = of_state
+        every = np.concatenate([np.zeros(known.agreed // GRAIN, np.int32), of_pages])
         made, _, _ = self.index.insert(
             tenant, tokens, keys, every.astype(np.int32), number, self._clock(), name, anchor
         )
-        return made
+        return made, event
+
+    def restore(
+        self, checkpoint: Checkpoint, first: int, pool: Pool, pages: Ints, slot: int
+    ) -> Event:
+        """Copies a checkpoint from grain `first` on to `pages` and `slot` of the pool, beside the
+        rounds: when it is there. It must be locked until then.
+        """
+        of_pages, of_state = self.rows_of(checkpoint)
+
+        def copies() -> None:
+            pool.put_pages(pages, self._rows, of_pages[first:])
+            collect(pool.slot_bytes(slot), self._rows, of_state)
+
+        return pool.beside.run(copies)
 
     def rows_of(self, checkpoint: Checkpoint) -> tuple[Ints, Ints]:
         """Which rows hold a checkpoint: those of its pages, in order, and those of its state."""
@@ -117,8 +136,9 @@ class HostTier:
     def read(self, pages: Ints, state: Ints) -> Copied:
         """What some rows hold. Any thread may ask while the checkpoint is locked."""
         rows = self._rows[torch.from_numpy(pages.astype(np.int64))]
-        held = self._rows[torch.from_numpy(state.astype(np.int64))]
-        return Copied(rows[:, : self._page], held.reshape(-1)[: self._state])
+        held = torch.empty(self._state, dtype=torch.uint8)
+        collect(held, self._rows, state)
+        return Copied(rows[:, : self._page], held)
 
     def forget(self, checkpoint: Checkpoint) -> None:
         """Drops a checkpoint that is not locked."""
@@ -136,12 +156,3 @@ class HostTier:
             return False
         self.forget(victim)
         return True
-
-    def _state_as_rows(self, state: Tensor) -> Tensor:
-        padded = state.new_zeros(self._state_rows * self._row)
-        padded[: len(state)] = state
-        return padded.view(self._state_rows, self._row)
-
-    def _copy_in(self, rows: Ints, data: Tensor) -> None:
-        for row, line in zip(rows.tolist(), data, strict=True):
-            self._rows[row, : len(line)].copy_(line, non_blocking=True)

@@ -13,11 +13,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from flide_engine.cache.beside import Event
 from flide_engine.cache.names import Named
 from flide_engine.config import GRAIN
 from flide_engine.layout.plan import Ints
 
 Tokens = NDArray[np.int32]
+
+SLOT_PAGES = 25
+"""What a slot weighs in pages unless told otherwise (0.8B: 25 pages of 0.79 MB)."""
 
 
 def grain_keys(tokens: Tokens) -> list[bytes]:
@@ -48,7 +52,8 @@ class Checkpoint(Named):
 
     tenant: whose it is. position: tokens before it. slot: of its recurrent state. used: when it was
     last taken or resumed from. hits: how often it was resumed from. locks: by how many it is in
-    use.
+    use. coming: when its contents, or those of pages before it, are on the device; None if they
+    are. A round that resumes from it joins that first.
     """
 
     tenant: str
@@ -57,6 +62,7 @@ class Checkpoint(Named):
     used: float
     hits: int = 0
     locks: int = 0
+    coming: Event | None = None
     _grain: _Grain | None = None
 
 
@@ -85,7 +91,9 @@ class Freed:
 class PrefixIndex:
     """Checkpoints by tenant and tokens. One thread uses it; nothing here locks."""
 
-    def __init__(self) -> None:
+    def __init__(self, slot_pages: int = SLOT_PAGES) -> None:
+        """slot_pages: memory of a slot over that of a page, for what a checkpoint is worth."""
+        self._slot_pages = slot_pages
         self._roots: dict[str, _Grain] = {}
         self._checkpoints: dict[int, Checkpoint] = {}  # by slot
 
@@ -210,7 +218,7 @@ class PrefixIndex:
                 saved -= at.checkpoint.position
                 break
         age = max(now - checkpoint.used, 0.0) + 1.0
-        pages = SLOT_PAGES if continued else SLOT_PAGES + saved // GRAIN
+        pages = self._slot_pages if continued else self._slot_pages + saved // GRAIN
         share = 1.0
         if continued:  # the first hit is the one that continued it, further ones show an opening
             share = TURNING_BACK + min(1.0, SHARED * max(0, checkpoint.hits - 1))
@@ -227,10 +235,6 @@ class PrefixIndex:
         """What `evict` would remove."""
         free = [c for c in self._checkpoints.values() if not c.locks and not c.pinned]
         return min(free, key=lambda c: self.worth(c, now), default=None)
-
-
-SLOT_PAGES = 25
-"""What a slot weighs in pages when checkpoints are compared (0.8B: 25 pages of 0.79 MB)."""
 
 
 TURNING_BACK = 0.001

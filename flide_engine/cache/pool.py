@@ -1,33 +1,40 @@
-"""The pool: pages and slots allocated once, handed out by number, shared by count.
+"""The pool: one memory, allocated once, of which pages and slots are taken by number.
 
 A *page* holds keys and values of one grain (64 tokens) for every attention layer. A *slot* holds
 the recurrent state and the last three convolution inputs for every recurrent layer. Both are
-immutable once written, so checkpoints share them by reference count. Kernels address tensors by
-page and slot number; nothing is copied.
+immutable once written, so checkpoints share them by reference count.
+
+The memory is rows of a unit each (`cache/arena.py`). A page is one row: the keys of all attention
+layers, then their values. A slot is a run of rows: the recurrent states of all layers, then their
+convolution rows. Kernels address both through views of the whole memory whose strides are a unit
+and a run: nothing is copied, and a captured graph may hold the views for ever. Numbers of slots are
+places; a page's place may change between rounds, so a round's plan is given places (`placed`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from flide_engine.cache.arena import Arena, Held, Ints
+from flide_engine.cache.beside import Beside, beside_rounds
+from flide_engine.cache.rows import move_rows
 from flide_engine.config import GRAIN
-from flide_engine.errors import ConfigError, PoolExhausted
-from flide_engine.layout.state_shape import StateShape
-
-Ints = NDArray[np.int32]
+from flide_engine.layout.plan import RoundPlan
+from flide_engine.layout.state_shape import STATE_ITEMSIZE, StateShape
 
 
 @dataclass(frozen=True)
 class PoolTensors:
-    """The pool's memory, as kernels see it.
+    """The pool's memory, as kernels see it: views of one memory of P units. Offsets in them need 64
+    bits.
 
-    keys, values: [attention_layers, P, 64, kv_heads, head_dim] in the activation dtype.
-    recurrent_state: [recurrent_layers, S, value_heads, key_dim, value_dim] float32.
+    keys, values: [attention_layers, P, 64, kv_heads, head_dim] in the activation dtype; a page's
+    [64, kv_heads, head_dim] of one layer lie together, the next page is a unit away.
+    recurrent_state: [recurrent_layers, S, value_heads, key_dim, value_dim] float32, and
     conv_state: [recurrent_layers, S, conv_rows, conv_channels] in the activation dtype, oldest row
-    first.
+    first: all but the first two dimensions lie together, the next slot is a run of units away.
     """
 
     keys: Tensor
@@ -35,135 +42,145 @@ class PoolTensors:
     recurrent_state: Tensor
     conv_state: Tensor
 
+    @classmethod
+    def over(cls, memory: Tensor, shape: StateShape, dtype: torch.dtype) -> "PoolTensors":
+        """Views of a memory [units * unit_bytes] uint8."""
+        size = dtype.itemsize
+        unit, run = shape.unit_bytes(size), shape.slot_units(size)
+        layers, recurrent = shape.attention_layers, shape.recurrent_layers
+        page = (GRAIN, shape.kv_heads, shape.head_dim)
+        state = (shape.value_heads, shape.key_dim, shape.value_dim)
+        conv = (shape.conv_rows, shape.conv_channels)
+        states = recurrent * prod(state) * STATE_ITEMSIZE
 
-class Counted:
-    """Numbers 0 .. total-1, each free or held by a number of holders."""
+        def view(
+            kind: torch.dtype, count: int, step: int, at: int, each: tuple[int, ...]
+        ) -> Tensor:
+            """[count, memory / step, *each]: `each` together, in every step from byte `at` on."""
+            inner = [prod(each[i:]) for i in range(len(each) + 1)]
+            strides = (inner[0], step // kind.itemsize, *inner[1:])
+            sizes = (count, len(memory) // step, *each)
+            return memory.view(kind).as_strided(sizes, strides, at // kind.itemsize)
 
-    def __init__(self, kind: str, total: int) -> None:
-        self.kind = kind
-        self.counts = np.zeros(total, np.int32)
-        self._free = list(range(total - 1, -1, -1))
-
-    @property
-    def free(self) -> int:
-        """How many numbers are free."""
-        return len(self._free)
-
-    def take(self, count: int) -> Ints:
-        """`count` free numbers, each held once.
-
-        Raises PoolExhausted, taking none, if there are fewer.
-        """
-        if count > len(self._free):
-            raise PoolExhausted(self.kind, count, len(self._free), len(self.counts))
-        rest = len(self._free) - count
-        taken = np.array(self._free[rest:][::-1], np.int32)
-        del self._free[rest:]
-        self.counts[taken] = 1
-        return taken
-
-    def retain(self, numbers: Ints) -> None:
-        """One more holder for each number; all must be held already."""
-        assert (self.counts[numbers] > 0).all(), f"retained free {self.kind}"
-        np.add.at(self.counts, numbers, 1)
-
-    def release(self, numbers: Ints) -> None:
-        """One holder less for each number; those without a holder are free again."""
-        if not len(numbers):
-            return
-        np.subtract.at(self.counts, numbers, 1)
-        assert (self.counts[numbers] >= 0).all(), f"released free {self.kind}"
-        self._free += [int(n) for n in np.unique(numbers) if self.counts[n] == 0]
+        values = layers * prod(page) * size
+        return cls(
+            view(dtype, layers, unit, 0, page),
+            view(dtype, layers, unit, values, page),
+            view(torch.float32, recurrent, run * unit, 0, state),
+            view(dtype, recurrent, run * unit, states, conv),
+        )
 
 
 @dataclass(frozen=True)
 class Accounting:
-    """Bytes of the pool by kind."""
+    """Bytes of the pool: in all, and held by pages and by slots."""
 
-    page_bytes_total: int
+    bytes_total: int
     page_bytes_held: int
-    slot_bytes_total: int
     slot_bytes_held: int
 
+    @property
+    def bytes_free(self) -> int:
+        """What pages and slots can be taken of."""
+        return self.bytes_total - self.page_bytes_held - self.slot_bytes_held
 
-def split_budget(
-    shape: StateShape, budget: int, slot_share: float, dtype: torch.dtype
-) -> tuple[int, int]:
-    """(pages, slots) that `budget` bytes hold. Raises ConfigError under two of each."""
-    page, slot = shape.page_bytes(dtype.itemsize), shape.slot_bytes(dtype.itemsize)
-    slots = int(budget * slot_share) // max(1, slot)
-    pages = int(budget * (1 - slot_share)) // max(1, page)
-    if min(slots, pages) < 2:
-        raise ConfigError(
-            f"pool_bytes {budget} holds {pages} pages of {page} bytes and {slots} slots of"
-            f" {slot} bytes; at least 2 of each are needed"
-        )
-    return pages, slots
+    def by_kind(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """(held, total) by tier and kind; what is free is of neither kind and has its own."""
+        pages, slots = self.page_bytes_held, self.slot_bytes_held
+        return {
+            ("device", "page"): (pages, pages),
+            ("device", "slot"): (slots, slots),
+            ("device", "any"): (0, self.bytes_free),
+        }
 
 
 class Pool:
     """Pages and slots of one model on one device. One thread uses it; nothing here locks."""
 
     def __init__(
-        self, shape: StateShape, pages: int, slots: int, dtype: torch.dtype, device: torch.device
+        self,
+        shape: StateShape,
+        units: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        beside: Beside | None = None,
     ) -> None:
-        self.shape, self.dtype = shape, dtype
-        self.pages, self.slots = Counted("pages", pages), Counted("slots", slots)
-        page = (shape.attention_layers, pages, GRAIN, shape.kv_heads, shape.head_dim)
-        state = (shape.recurrent_layers, slots, shape.value_heads, shape.key_dim, shape.value_dim)
-        conv = (shape.recurrent_layers, slots, shape.conv_rows, shape.conv_channels)
-        self.tensors = PoolTensors(
-            keys=torch.zeros(page, dtype=dtype, device=device),
-            values=torch.zeros(page, dtype=dtype, device=device),
-            recurrent_state=torch.zeros(state, dtype=torch.float32, device=device),
-            conv_state=torch.zeros(conv, dtype=dtype, device=device),
-        )
+        """units: pages that it can hold. beside: where copies are made while rounds run; None: as
+        the device has it.
+        """
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.beside = beside or beside_rounds(device)
+        self._unit = shape.unit_bytes(dtype.itemsize)
+        self._arena = Arena(units, shape.slot_units(dtype.itemsize))
+        memory = torch.zeros(units * self._unit, dtype=torch.uint8, device=device)
+        self.rows = memory.view(units, self._unit)
+        self.tensors = PoolTensors.over(memory, shape, dtype)
+
+    @property
+    def pages(self) -> Held:
+        """Who holds which page."""
+        return self._arena.pages
+
+    @property
+    def slots(self) -> Held:
+        """Who holds which slot."""
+        return self._arena.slots
+
+    @property
+    def slot_units(self) -> int:
+        """Pages' worth of memory that a slot takes."""
+        return self._arena.run
+
+    @property
+    def units(self) -> int:
+        """Pages that fit into it."""
+        return self._arena.units
+
+    @property
+    def free(self) -> int:
+        """Units that are free."""
+        return self._arena.free
 
     def accounting(self) -> Accounting:
         """Bytes held and in all."""
-        page, slot = (
-            self.shape.page_bytes(self.dtype.itemsize),
-            self.shape.slot_bytes(self.dtype.itemsize),
-        )
-        pages, slots = len(self.pages.counts), len(self.slots.counts)
         return Accounting(
-            page * pages,
-            page * (pages - self.pages.free),
-            slot * slots,
-            slot * (slots - self.slots.free),
+            self.units * self._unit,
+            self.pages.held * self._unit,
+            self.slots.held * self.slot_units * self._unit,
+        )
+
+    def take(self, pages: int, slots: int) -> tuple[Ints, Ints]:
+        """So many pages and slots, each held once.
+
+        Raises PoolExhausted, taking none, if their units are more than are free. Pages of others
+        may move: plans made before must be given places again.
+        """
+        taken = self._arena.take(pages, slots)
+        if len(taken.sources):
+            self.beside.join()  # a copy of a page may be under way, to or from where it was
+            move_rows(self.rows, taken.targets, self.rows, taken.sources)
+        return taken.pages, taken.slots
+
+    def places(self, pages: Ints) -> Ints:
+        """Rows of memory where some pages are now: their numbers in `tensors`."""
+        return self._arena.places[pages]
+
+    def placed(self, plan: RoundPlan) -> RoundPlan:
+        """A plan whose page numbers are places."""
+        return replace(
+            plan, pages=self.places(plan.pages), write_pages=self.places(plan.write_pages)
         )
 
     def page_bytes(self, pages: Ints) -> Tensor:
         """Contents of some pages: [n, bytes of a page] uint8 on the pool's device."""
-        at = self._places(pages)
-        parts = [t[:, at].movedim(1, 0) for t in (self.tensors.keys, self.tensors.values)]
-        size = self.shape.page_bytes(self.dtype.itemsize)
-        return torch.stack(parts, 1).contiguous().view(torch.uint8).reshape(len(pages), size)
+        at = torch.from_numpy(self.places(pages)).long().to(self.device)
+        return self.rows[at, : self.shape.page_bytes(self.dtype.itemsize)]
 
-    def put_pages(self, pages: Ints, rows: Tensor) -> None:
-        """Writes what `page_bytes` gave, from any device, to `pages`."""
-        if not len(pages):
-            return
-        at, target = self._places(pages), self.tensors.keys
-        shape = (len(pages), 2, target.shape[0], *target.shape[2:])
-        both = rows.to(target.device).contiguous().view(self.dtype).reshape(shape)
-        target[:, at] = both[:, 0].movedim(0, 1)
-        self.tensors.values[:, at] = both[:, 1].movedim(0, 1)
+    def put_pages(self, pages: Ints, data: Tensor, sources: Ints) -> None:
+        """Rows `sources` of data [*, bytes of a page or more], on any device, to `pages`."""
+        move_rows(self.rows, self.places(pages), data, sources)
 
     def slot_bytes(self, slot: int) -> Tensor:
-        """Contents of a slot: [bytes of a slot] uint8 on the pool's device."""
-        parts = (self.tensors.recurrent_state[:, slot], self.tensors.conv_state[:, slot])
-        return torch.cat([t.contiguous().view(torch.uint8).reshape(-1) for t in parts])
-
-    def put_slot(self, slot: int, row: Tensor) -> None:
-        """Writes what `slot_bytes` gave, from any device, to `slot`."""
-        row = row.to(self.tensors.keys.device)
-        at = 0
-        for target in (self.tensors.recurrent_state[:, slot], self.tensors.conv_state[:, slot]):
-            size = target.numel() * target.element_size()
-            # a copy of its own: the bytes of a type must begin at a multiple of its size
-            target.copy_(row[at : at + size].clone().view(target.dtype).reshape(target.shape))
-            at += size
-
-    def _places(self, pages: Ints) -> Tensor:
-        return torch.from_numpy(pages).long().to(self.tensors.keys.device)
+        """Contents of a slot: a view [bytes of a slot] uint8."""
+        size = self.shape.slot_bytes(self.dtype.itemsize)
+        return self.rows[slot * self.slot_units :].view(-1)[:size]

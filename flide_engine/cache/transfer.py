@@ -53,7 +53,8 @@ def take_out(
     anchor: str = "", pinned: bool = False, unused_s: float = 0.0,
 ) -> bytes:  # fmt: skip
     """The bytes of a checkpoint in a pool. weights: hash of the weights it was computed with."""
-    at = torch.from_numpy(pages).long().to(pool.tensors.keys.device)
+    pool.beside.join()  # it may be on its way to the device
+    at = torch.from_numpy(pool.places(pages)).long().to(pool.device)
     tensors = {
         "keys": pool.tensors.keys[:, at],
         "values": pool.tensors.values[:, at],
@@ -106,8 +107,9 @@ def read(data: bytes, pool: Pool, weights: str) -> Parcel:
 
 def put_in(pool: Pool, parcel: Parcel, pages: Ints, slot: int) -> None:
     """Writes a checkpoint's tensors to `pages` [position / 64] and `slot` of a pool."""
+    pool.beside.join()  # pages that it shares may be on their way to the device
     ours = vars(pool.tensors)
-    at = torch.from_numpy(pages).long().to(ours["keys"].device)
+    at = torch.from_numpy(pool.places(pages)).long().to(pool.device)
     for name in ("keys", "values"):
         ours[name][:, at] = parcel.tensors[name].to(ours[name].device)
     for name in ("recurrent_state", "conv_state"):

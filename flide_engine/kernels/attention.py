@@ -61,7 +61,8 @@ def _project_kernel(
     q_gate, q_stride, k_v, k_stride, q_norm, k_norm, cos, sin, rows, q_out, k_out, v_out,
     keys, values, write_pages, write_rows, counts, queries, tokens, eps,
     NH: tl.constexpr, NH_BLOCK: tl.constexpr, NKV: tl.constexpr, NKV_BLOCK: tl.constexpr,
-    D: tl.constexpr, HALF: tl.constexpr, GATHER: tl.constexpr, count_at: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, GATHER: tl.constexpr,
+    count_at: tl.constexpr,
 ):  # fmt: skip
     """Queries, then the stream's keys and values, then whole grains into their pages."""
     i = tl.program_id(0).to(tl.int64)
@@ -81,7 +82,8 @@ def _project_kernel(
         steps = tl.load(counts + count_at) * 64
         for step in range(i - queries - tokens, steps, tl.num_programs(0) - queries - tokens):
             row = tl.load(write_rows + step).to(tl.int64)
-            at = (tl.load(write_pages + step // 64).to(tl.int64) * 64 + step % 64) * NKV * D
+            page = tl.load(write_pages + step // 64).to(tl.int64)
+            at = page * PAGE + (step % 64) * NKV * D
             _key_value(
                 k_v + row * k_stride, keys + at, values + at,
                 k_norm, cos + row * HALF, sin + row * HALF, eps, NKV, NKV_BLOCK, D, HALF,
@@ -155,10 +157,11 @@ def _in_window(seen, time, position, WINDOW: tl.constexpr):
 
 @triton.jit
 def _open_keys(
-    keys, values, pages, k, v, first, t, kv, inner, NKV: tl.constexpr, D: tl.constexpr
+    keys, values, pages, k, v, first, t, kv, inner,
+    NKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """64 keys and values of an open step: a page, or rows of the node's own, all side by side."""
-    page = tl.load(pages + t, mask=t < 0, other=0).to(tl.int64) * (64 * NKV * D) + kv * D
+    page = tl.load(pages + t, mask=t < 0, other=0).to(tl.int64) * PAGE + kv * D
     own = (first + 64 * t).to(tl.int64) * (NKV * D) + kv * D
     b_k = tl.load(tl.where(t < 0, keys + page, k + own) + inner)
     b_v = tl.load(tl.where(t < 0, values + page, v + own) + inner)
@@ -207,8 +210,8 @@ def _attention_kernel(
     tile_queries, tile_nodes, tile_ends, tile_pages, pages, chain_rows, starts, cu_seqlens,
     row_nodes, counts, scale,
     NKV: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, TILE: tl.constexpr,
-    D: tl.constexpr, WINDOW: tl.constexpr, GATHER: tl.constexpr, STAGES: tl.constexpr,
-    count_at: tl.constexpr, product: tl.constexpr,
+    D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, GATHER: tl.constexpr,
+    STAGES: tl.constexpr, count_at: tl.constexpr, product: tl.constexpr,
 ):  # fmt: skip
     NH: tl.constexpr = NKV * GROUP
     M: tl.constexpr = TILE * GROUP_BLOCK
@@ -247,8 +250,9 @@ def _attention_kernel(
             )
             for t in tl.range(open_from, open_to, num_stages=STAGES):
                 b_k, b_v = _open_keys(
-                    keys, values, pages + first_page + past, k, v, low - tail, t, kv, inner, NKV, D
-                )
+                    keys, values, pages + first_page + past, k, v, low - tail, t, kv, inner,
+                    NKV, D, PAGE,
+                )  # fmt: skip
                 seen = _in_window(there[:, None], time, (past + t) * 64 + j, WINDOW)
                 top, total, acc = _one_tile(
                     b_q, b_k, b_v, seen, top, total, acc, scale, WINDOW > 0, product
@@ -290,6 +294,9 @@ def attention(
     assert tasks is not None, "the GPU kernels need the stream's work lists"
     nh, nkv, hd = shape.heads, shape.kv_heads, shape.head_dim
     group, queries, tokens = nh // nkv, len(q_gate), len(k_v)
+    assert keys.stride() == values.stride(), "keys and values lie apart in different ways"
+    assert keys[0].is_contiguous(), "a page's keys lie apart"
+    page = keys.stride(0)  # the pages of other layers lie between those of this one
     q = q_gate.new_empty(queries, nh, hd)
     # open steps take whole grains and so may read, and ignore, rows past the end
     k, v = k_v.new_empty(2, tokens, nkv, hd)
@@ -298,8 +305,8 @@ def attention(
         q_gate, q_gate.stride(0), k_v, k_v.stride(0), q_norm, k_norm, cos, sin, index, q, k, v,
         keys, values, stream.write_pages, stream.write_rows, tasks.counts, queries, tokens,
         shape.eps, NH=nh, NH_BLOCK=triton.next_power_of_2(nh), NKV=nkv,
-        NKV_BLOCK=triton.next_power_of_2(nkv), D=hd, HALF=cos.shape[1], GATHER=rows is not None,
-        count_at=WRITTEN_PAGES, num_warps=4,
+        NKV_BLOCK=triton.next_power_of_2(nkv), D=hd, HALF=cos.shape[1], PAGE=page,
+        GATHER=rows is not None, count_at=WRITTEN_PAGES, num_warps=4,
     )  # fmt: skip
     out = torch.empty_like(q).flatten(1)
     lists = (
@@ -317,7 +324,7 @@ def attention(
         q, q_gate, q_gate.stride(0), k, v, keys, values, out, index, *lists,
         stream.pages, stream.chain_rows, stream.starts, stream.cu_seqlens, tasks.row_nodes,
         tasks.counts, hd**-0.5 * LOG2_E.value, NKV=nkv, GROUP=group, GROUP_BLOCK=block,
-        TILE=lists[0].shape[1], D=hd, WINDOW=shape.window or 0, GATHER=rows is not None,
+        TILE=lists[0].shape[1], D=hd, PAGE=page, WINDOW=shape.window or 0, GATHER=rows is not None,
         STAGES=stages,
         count_at=TILES if rows is None else READ_TILES,
         product="ieee" if q.dtype == torch.float32 else "tf32",

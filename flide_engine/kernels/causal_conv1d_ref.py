@@ -12,7 +12,8 @@ def gather_rows(stream: Tensor, slots: Tensor, codes: Tensor) -> Tensor:
     stream [T, C]; slots [S, R, C]; codes [...] integer. Returns [..., C] in the stream's dtype.
     """
     rows = stream[codes.clamp(min=0).long()]
-    past = slots.reshape(-1, slots.shape[-1])[(-2 - codes).clamp(min=0).long()]
+    at = (-2 - codes).clamp(min=0).long()
+    past = slots[at // slots.shape[1], at % slots.shape[1]]
     keep = codes[..., None]
     return torch.where(keep >= 0, rows, torch.where(keep < -1, past, torch.zeros_like(rows)))
 

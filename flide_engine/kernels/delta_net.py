@@ -58,6 +58,10 @@ def delta_net(
     tasks = stream.tasks
     assert tasks is not None, "the GPU kernels need the stream's work lists"
     tuning = tuning or (SMALL if len(projected) <= SMALL_ROWS else LARGE)
+    assert recurrent_state[0].is_contiguous(), "a slot's state lies apart"
+    assert conv_state[0].is_contiguous(), "a slot's convolution rows lie apart"
+    # what else a slot holds lies between the states of this layer
+    slot, conv_slot = recurrent_state.stride(0), conv_state.stride(0)
     hk, hv, dk, dv = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim
     chunks, new, kind = len(tasks.chunk_rows), projected.new_empty, projected.dtype
     mixed = new(len(projected), shape.conv_channels)
@@ -72,19 +76,21 @@ def delta_net(
     conv_kernel[(-(-len(projected) // tuning.conv_rows), 2 * hk + hv * dv // dk)](
         projected, projected.stride(0), conv_state, weights.conv, mixed,
         tasks.row_taps, len(projected),
-        HK=hk, HV=hv, DK=dk, DV=dv, ROWS=tuning.conv_rows, num_warps=4,
+        HK=hk, HV=hv, DK=dk, DV=dv, ROWS=tuning.conv_rows, CONV_SLOT=conv_slot, num_warps=4,
     )  # fmt: skip
 
     prep_kernel[(tuning.programs,)](
         mixed, projected, projected.stride(0), conv_state, weights.A_log, weights.dt_bias,
         tasks.chunk_rows, tasks.chunk_slots, recurrent_state, tasks.resumed, tasks.counts,
-        k, w, u, total, decay, passed, progress, HK=hk, **heads, BD=part, BV=block, count_at=CHUNKS,
-        resumed_at=RESUMED, scans_at=SCANS, num_warps=tuning.prep_warps, num_stages=1,
+        k, w, u, total, decay, passed, progress, HK=hk, **heads, BD=part, BV=block, SLOT=slot,
+        CONV_SLOT=conv_slot, count_at=CHUNKS, resumed_at=RESUMED, scans_at=SCANS,
+        num_warps=tuning.prep_warps, num_stages=1,
     )  # fmt: skip
     state_kernel[(tuning.programs,)](
         k, w, u, decay, recurrent_state, passed,
         tasks.scans, tasks.chunk_slots, tasks.counts, progress,
-        **heads, BV=block, STAGES=tuning.stages, THREADS=128, count_at=SCANS, num_warps=4,
+        **heads, BV=block, SLOT=slot, STAGES=tuning.stages, THREADS=128, count_at=SCANS,
+        num_warps=4,
     )  # fmt: skip
     output_kernel[(tuning.programs,)](
         mixed, w, u, total, passed,

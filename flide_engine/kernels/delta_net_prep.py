@@ -19,6 +19,7 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 def conv_kernel(
     stream, stride, slots, weight, out, row_taps, rows,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr,
+    CONV_SLOT: tl.constexpr,
 ):  # fmt: skip
     """silu(convolution) of the stream, queries and keys of norm dk^-0.5 and 1: out [T, C]."""
     channels: tl.constexpr = 2 * HK * DK + HV * DV
@@ -29,9 +30,10 @@ def conv_kernel(
     total = tl.zeros([ROWS, DK], tl.float32)
     for tap in tl.static_range(4):
         code = row if tap == 3 else tl.load(row_taps + row * 3 + tap, mask=real, other=-1)
-        code = code.to(tl.int64)
         there = real & (code != -1)
-        place = tl.where(code >= 0, stream + code * stride, slots + (-2 - code) * channels)
+        past = -2 - code
+        kept = slots + (past // 3).to(tl.int64) * CONV_SLOT + (past % 3) * channels
+        place = tl.where(code >= 0, stream + code.to(tl.int64) * stride, kept)
         x = tl.load(place[:, None] + channel[None, :], mask=there[:, None], other=0.0)
         w = tl.load(weight + channel * 4 + tap).to(tl.float32)
         total += x.to(tl.float32) * w[None, :]
@@ -46,12 +48,12 @@ def conv_kernel(
 
 
 @triton.jit
-def _store_conv_rows(stream, stride, slots, rows, slot, channel, channels: tl.constexpr):
+def _store_conv_rows(stream, stride, slot, rows, channel, channels: tl.constexpr):
     """Raw rows of the chunk's last three positions into a slot."""
     for i in tl.static_range(3):
         row = tl.load(rows + 61 + i).to(tl.int64)
         value = tl.load(stream + row * stride + channel)
-        tl.store(slots + (slot * 3 + i) * channels + channel, value)
+        tl.store(slot + i * channels + channel, value)
 
 
 @triton.jit
@@ -96,8 +98,8 @@ def prep_kernel(
     chunk_rows, chunk_slots, state, resumed, counts,
     k_out, w_out, u_out, total_out, decay_out, passed, progress,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
-    BV: tl.constexpr, count_at: tl.constexpr, resumed_at: tl.constexpr, scans_at: tl.constexpr,
-    product: tl.constexpr,
+    BV: tl.constexpr, SLOT: tl.constexpr, CONV_SLOT: tl.constexpr, count_at: tl.constexpr,
+    resumed_at: tl.constexpr, scans_at: tl.constexpr, product: tl.constexpr,
 ):  # fmt: skip
     """See above. Outputs [C, HV, 64, DK] kd, w; [C, HV, DV, 64] u transposed; float32 [C, HV, 64]
     G in base 2 and [C, HV] decay. Of `passed` the states that the round resumes from, rounded.
@@ -146,22 +148,23 @@ def prep_kernel(
         slot = tl.load(chunk_slots + c).to(tl.int64)
         if slot >= 0:
             rows = chunk_rows + c * 64
+            kept = slots + slot * CONV_SLOT
             for part in range(0, DK, BD):
                 q_channel = hv // ratio * DK + part + d
                 if hv % ratio == 0:
-                    _store_conv_rows(stream, stride, slots, rows, slot, q_channel, channels)
+                    _store_conv_rows(stream, stride, kept, rows, q_channel, channels)
                     q_channel += HK * DK
-                    _store_conv_rows(stream, stride, slots, rows, slot, q_channel, channels)
+                    _store_conv_rows(stream, stride, kept, rows, q_channel, channels)
             for part in range(0, DV, BD):
                 v_channel = 2 * HK * DK + hv * DV + part + d
-                _store_conv_rows(stream, stride, slots, rows, slot, v_channel, channels)
-    _round_resumed(state, resumed, tl.load(counts + resumed_at), passed, HV, DK, DV, BD)
+                _store_conv_rows(stream, stride, kept, rows, v_channel, channels)
+    _round_resumed(state, resumed, tl.load(counts + resumed_at), passed, HV, DK, DV, BD, SLOT)
 
 
 @triton.jit
 def _round_resumed(
     state, resumed, count, passed,
-    HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+    HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, SLOT: tl.constexpr,
 ):  # fmt: skip
     """States that the round resumes from, rounded and transposed, to those passed on."""
     dk = tl.arange(0, DK)
@@ -170,8 +173,8 @@ def _round_resumed(
         n = task // (HV * parts)
         hv = task // parts % HV
         dv = (task % parts) * BD + tl.arange(0, BD)
-        slot = tl.load(resumed + n * 2).to(tl.int64) * HV + hv
+        kept = state + tl.load(resumed + n * 2).to(tl.int64) * SLOT + hv * DK * DV
         number = tl.load(resumed + n * 2 + 1).to(tl.int64) * HV + hv
-        s = tl.load(state + slot * DK * DV + dk[None, :] * DV + dv[:, None])
+        s = tl.load(kept + dk[None, :] * DV + dv[:, None])
         place = passed + number * DK * DV + dv[:, None] * DK + dk[None, :]
         tl.store(place, s.to(passed.dtype.element_ty))

@@ -26,7 +26,8 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 def state_kernel(
     k_in, w_in, u_in, decay_in, state, passed, scans, chunk_slots, counts, progress,
     HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
-    STAGES: tl.constexpr, THREADS: tl.constexpr, count_at: tl.constexpr, product: tl.constexpr,
+    SLOT: tl.constexpr, STAGES: tl.constexpr, THREADS: tl.constexpr, count_at: tl.constexpr,
+    product: tl.constexpr,
 ):  # fmt: skip
     """States of all chains. passed [P, HV, DV, DK]: written.
 
@@ -56,8 +57,9 @@ def state_kernel(
         out = tl.load(scan + 3)
         inner = dk[None, :] * DV + dv[:, None]
         s = tl.load(
-            state + (slot * HV + hv) * DK * DV + inner, mask=(slot >= 0) & (inner >= 0), other=0.0
-        )
+            state + (slot * SLOT + hv * DK * DV) + inner,
+            mask=(slot >= 0) & (inner >= 0), other=0.0,
+        )  # fmt: skip
         decay = tl.load(decay_in + first * HV + hv)
         for i in tl.range(0, count, num_stages=STAGES):
             c = first + i
@@ -74,7 +76,7 @@ def state_kernel(
             number = ((out + i).to(tl.int64) * HV + hv) * DV * DK
             tl.store(passed + number + dv[:, None] * DK + dk[None, :], s.to(kind))
             if kept >= 0:
-                tl.store(state + (kept * HV + hv) * DK * DV + inner, s)
+                tl.store(state + (kept * SLOT + hv * DK * DV) + inner, s)
                 # each thread says so for itself: with a barrier, loads would not run ahead
                 tl.atomic_add(progress + 1 + task + tl.zeros([THREADS], tl.int32), 1, sem="release")
             decay = coming

@@ -9,6 +9,11 @@ from flide_engine.config import GRAIN
 STATE_ITEMSIZE = 4
 """Bytes of one element of a recurrent state: always float32."""
 
+SMALLEST_UNIT, ALIGNMENT = 4096, 128
+"""Bytes of a unit where a model's page is smaller (it may have no attention layer at all), and what
+every unit is a multiple of.
+"""
+
 
 @dataclass(frozen=True)
 class StateShape:
@@ -36,3 +41,11 @@ class StateShape:
         """
         state = self.value_heads * self.key_dim * self.value_dim * STATE_ITEMSIZE
         return self.recurrent_layers * (state + self.conv_rows * self.conv_channels * itemsize)
+
+    def unit_bytes(self, itemsize: int) -> int:
+        """Bytes of a unit of memory, which holds one page."""
+        return -(-max(self.page_bytes(itemsize), SMALLEST_UNIT) // ALIGNMENT) * ALIGNMENT
+
+    def slot_units(self, itemsize: int) -> int:
+        """Units that a slot takes; one even where a model has no recurrent state."""
+        return max(1, -(-self.slot_bytes(itemsize) // self.unit_bytes(itemsize)))

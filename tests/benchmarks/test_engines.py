@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def keeping(weights: Path) -> Iterator[Ours]:
     """Our engine with checkpoints."""
-    config = {"dtype": "bfloat16", "keep_checkpoints": True, "slot_share": 0.6}
+    config = {"dtype": "bfloat16", "keep_checkpoints": True}
     made = start("test", "default", str(weights), config, pool_gib=0.25)
     yield made
     made.engine.close()
@@ -44,7 +44,8 @@ def test_a_step_costs_what_is_new(keeping: Ours) -> None:
     assert after.rounds - before.rounds <= 2 * (1 + 3)
 
     state = Qwen35Config.of(SHAPES["test"]).state_shape()
-    whole = 5 * GROWS * state.page_bytes(2) / 64 + 5 * state.slot_bytes(2)
+    unit = state.unit_bytes(2)
+    whole = 5 * GROWS * unit / 64 + 5 * state.slot_units(2) * unit
     assert keeping.kept(history=1280, steps=5)["bytes_a_step"] == pytest.approx(whole / 5, rel=0.02)
 
 

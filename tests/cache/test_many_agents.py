@@ -12,7 +12,6 @@ from flide_engine.cache.marks import MarkPolicy
 from flide_engine.cache.pool import Pool
 from flide_engine.checkpoints import Checkpoints
 from flide_engine.config import EngineConfig
-from flide_engine.errors import PoolExhausted
 from flide_engine.families.base import Read, Rendered
 from flide_engine.layout.plan import Anchor, Ints
 from flide_engine.layout.state_shape import StateShape
@@ -26,9 +25,9 @@ AGENTS, STEPS, GRAINS = 1000, 4, 2
 class Machine:
     """Checkpoints and tiers with a null model: a page holds what its prefix hashes to."""
 
-    def __init__(self, folder: Path, pages: int, slots: int, host_rows: int) -> None:
+    def __init__(self, folder: Path, units: int, host_rows: int) -> None:
         self.now = 0.0
-        self.pool = Pool(SHAPE, pages, slots, torch.float32, torch.device("cpu"))
+        self.pool = Pool(SHAPE, units, torch.float32, torch.device("cpu"))
         config = EngineConfig(
             host_bytes=host_rows * 4096, disk_folder=folder, disk_bytes=200_000_000
         )
@@ -56,34 +55,24 @@ class Machine:
         self.checkpoints.plan(work, 10**6)
         self.checkpoints.began(work)
         anchor = work.resume.anchor if work.resume else Anchor(0, -1, np.zeros(0, np.int32))
-        for page, key in zip(anchor.pages, keys, strict=False):
+        for page, key in zip(self.pool.places(anchor.pages), keys, strict=False):
             assert self.pool.tensors.keys[0, page, 0, 0, 0] == mark(key), "a wrong page was served"
         if anchor.position:
             state = self.pool.tensors.recurrent_state[0, anchor.slot, 0, 0, 0]
             assert state == mark(keys[anchor.position // 64 - 1]), "a wrong state was served"
-        pages = self.take("pages", len(keys) - len(anchor.pages))
-        slot = int(self.take("slots", 1)[0])
-        self.pool.tensors.keys[0, pages, 0, 0, 0] = torch.tensor(
+        pages, slots = self.checkpoints.take(len(keys) - len(anchor.pages), 1)
+        slot = int(slots[0])
+        self.pool.tensors.keys[0, self.pool.places(pages), 0, 0, 0] = torch.tensor(
             [mark(key) for key in keys[len(anchor.pages) :]]
         )
         self.pool.tensors.recurrent_state[0, slot, 0, 0, 0] = mark(keys[-1])
         every = np.concatenate([anchor.pages, pages]).astype(np.int32)
         self.checkpoints.keep(work, Anchor(len(tokens), slot, every))
         self.pool.pages.release(pages)
-        self.pool.slots.release(np.array([slot], np.int32))
+        self.pool.slots.release(slots)
         self.checkpoints.release(work)
         self.checkpoints.copy_some(1 << 20)
         return anchor.position
-
-    def take(self, kind: str, count: int) -> Ints:
-        """Numbers of the pool, after making room."""
-        counted = self.pool.pages if kind == "pages" else self.pool.slots
-        while True:
-            try:
-                return counted.take(count)
-            except PoolExhausted as error:
-                if not self.checkpoints.make_room(error):
-                    raise
 
 
 def mark(key: bytes) -> float:
@@ -101,7 +90,7 @@ def test_nothing_wrong_is_served_and_the_counts_balance(tmp_path: Path) -> None:
     ]
     need = AGENTS * (GRAINS * STEPS + 1)
     folder = tmp_path / "disk"
-    machine = Machine(folder, need // 10, AGENTS // 10, need // 10)
+    machine = Machine(folder, need // 10, need // 10)
     order = rng.permutation(np.repeat(np.arange(AGENTS), STEPS))
     done = np.zeros(AGENTS, int)
     resumed = 0
@@ -113,13 +102,12 @@ def test_nothing_wrong_is_served_and_the_counts_balance(tmp_path: Path) -> None:
             (copied / "torn.checkpoint.1-1.part").write_bytes(b"half")
             machine.tiers.close()
             folder = copied
-            machine = Machine(folder, need // 10, AGENTS // 10, need // 10)
+            machine = Machine(folder, need // 10, need // 10)
         done[agent] += 1
         tokens = texts[agent][: 64 * GRAINS * (1 + done[agent])]
         resumed += machine.step(tokens, f"agent {agent}")
     assert resumed > 0.5 * sum(64 * GRAINS * (1 + d) for n in done for d in range(n))
     machine.checkpoints.drop_all()
     machine.tiers.close()
-    assert machine.pool.pages.free == len(machine.pool.pages.counts)
-    assert machine.pool.slots.free == len(machine.pool.slots.counts)
+    assert machine.pool.free == machine.pool.units
     assert machine.tiers.host.bytes_held == 0

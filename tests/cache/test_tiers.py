@@ -15,15 +15,16 @@ from flide_engine.errors import ConfigError
 from flide_engine.layout.plan import Ints
 from flide_engine.layout.state_shape import StateShape
 
-SHAPE = StateShape(2, 1, 8, 3, 2, 4, 4, 20, 3)
+SHAPE = StateShape(2, 1, 8, 3, 2, 16, 16, 20, 3)
 CPU = torch.device("cpu")
 
 
 def full_pool(dtype: torch.dtype = torch.bfloat16) -> Pool:
-    """Random contents everywhere."""
-    pool = Pool(SHAPE, 12, 4, dtype, CPU)
-    for tensor in vars(pool.tensors).values():
-        tensor.copy_(torch.randn(tensor.shape))
+    """Random contents everywhere; pages 0 .. 11 and slots 0 .. 3 are held."""
+    pool = Pool(SHAPE, 32, dtype, CPU)
+    pool.rows.copy_(torch.randint(0, 256, pool.rows.shape, dtype=torch.uint8))
+    pages, slots = pool.take(12, 4)
+    assert (sorted(pages), sorted(slots)) == (list(range(12)), list(range(4)))
     return pool
 
 
@@ -34,22 +35,28 @@ def text(grains: int, seed: int = 0) -> Ints:
 
 def host_of(pool: Pool, rows: int) -> HostTier:
     """A host tier of so many rows."""
-    row = max(SHAPE.page_bytes(pool.dtype.itemsize), 4096)
+    row = SHAPE.unit_bytes(pool.dtype.itemsize)
     return HostTier(pool, rows * row, clock=iter(range(10**6)).__next__)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_pages_and_slots_survive_as_bytes(dtype: torch.dtype) -> None:
-    """Out of one pool and into another, in another place."""
+    """Out of one pool and into another, in another place: the kernels' tensors hold the same."""
     ours, theirs = full_pool(dtype), full_pool(dtype)
-    theirs.put_pages(np.array([7, 2], np.int32), ours.page_bytes(np.array([3, 9], np.int32)))
-    theirs.put_slot(1, ours.slot_bytes(2))
+    a, b = np.array([3, 9], np.int32), np.array([7, 2], np.int32)
+    theirs.put_pages(b, ours.page_bytes(a), np.arange(2, dtype=np.int32))
+    theirs.slot_bytes(1).copy_(ours.slot_bytes(2))
     for name in ("keys", "values"):
-        a, b = getattr(ours.tensors, name), getattr(theirs.tensors, name)
-        assert torch.equal(a[:, [3, 9]], b[:, [7, 2]])
+        from_, to = getattr(ours.tensors, name), getattr(theirs.tensors, name)
+        assert same_bits(from_[:, ours.places(a)], to[:, theirs.places(b)])
     for name in ("recurrent_state", "conv_state"):
-        a, b = getattr(ours.tensors, name), getattr(theirs.tensors, name)
-        assert torch.equal(a[:, 2], b[:, 1])
+        from_, to = getattr(ours.tensors, name), getattr(theirs.tensors, name)
+        assert same_bits(from_[:, 2], to[:, 1])
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Also where both are NaN."""
+    return torch.equal(*(t.contiguous().view(torch.uint8) for t in (a, b)))
 
 
 def test_a_copy_holds_what_it_was_made_of_and_shares_what_it_can() -> None:
@@ -61,28 +68,31 @@ def test_a_copy_holds_what_it_was_made_of_and_shares_what_it_can() -> None:
     pages = np.array([4, 8, 1], np.int32)
     assert host.store("t", "", tokens[:128], keys[:2], pool, pages[:2], 0)
     held = host.bytes_held
-    longer = host.store("t", "s", tokens, keys, pool, pages, 3)
+    longer, mark = host.store("t", "s", tokens, keys, pool, pages, 3) or (None, None)
     assert longer is not None
+    assert mark is not None
+    mark.wait()
     assert host.bytes_held - held == held - host._row  # a page less than the first took
     copied = host.read(*host.rows_of(longer))
     assert torch.equal(copied.pages, pool.page_bytes(pages))
     assert torch.equal(copied.state, pool.slot_bytes(3))
     assert host.match("other", tokens, keys, 192).checkpoint is None
-    assert host.store("t", "s", tokens, keys, pool, pages, 3) is longer
+    again = host.store("t", "s", tokens, keys, pool, pages, 3)
+    assert again is not None
+    assert again[0] is longer
 
 
 def test_a_full_host_gives_up_what_is_not_locked() -> None:
     """The old one goes; with everything locked the new one is not taken."""
     pool = full_pool()
-    host = host_of(pool, 2 * (2 + host_of(pool, 20)._state_rows))
+    host = host_of(pool, 2 * (2 + pool.slot_units))
     made = []
     for seed in range(3):
         tokens = text(2, seed)
-        made.append(
-            host.store("t", "", tokens, grain_keys(tokens), pool, np.array([1, 2], np.int32), seed)
-        )
-    assert made[0] is not None
-    assert made[2] is not None
+        pages = np.array([1, 2], np.int32)
+        stored = host.store("t", "", tokens, grain_keys(tokens), pool, pages, seed)
+        assert stored is not None
+        made.append(stored[0])
     assert made[2] in host.index
     assert made[0] not in host.index
     for checkpoint in host.index:
@@ -90,7 +100,7 @@ def test_a_full_host_gives_up_what_is_not_locked() -> None:
     tokens = text(2, 9)
     keys = grain_keys(tokens)
     assert host.store("t", "", tokens, keys, pool, np.array([1, 2], np.int32), 0) is None
-    with pytest.raises(ConfigError, match="host_bytes 5000 holds 1 rows"):
+    with pytest.raises(ConfigError, match="host_bytes 5000 holds 1 rows of 4096 bytes"):
         HostTier(pool, 5000, clock=lambda: 0.0)
 
 

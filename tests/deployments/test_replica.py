@@ -54,7 +54,7 @@ class FakeEngine:
         return Counters(asked=3, reused=2, computed=1, rounds=4, busy_seconds=0.5)
 
     def accounting(self) -> Accounting:
-        return Accounting(100, 40, 50, 10)
+        return Accounting(150, 40, 10)
 
     def checkpoint_counts(self) -> dict[str, int]:
         return {"device": 2}

@@ -34,7 +34,8 @@ class Both:
         self.oracle = oracle(config, seed)
         weights = {k.removeprefix("model."): v for k, v in text_tensors(self.oracle).items()}
         self.model = Qwen35(Qwen35Config.of(config), weights, REFERENCE)
-        self.pool = Pool(self.model.state_shape, 64, 16, torch.float32, torch.device("cpu"))
+        units = 64 + 16 * self.model.state_shape.slot_units(4)
+        self.pool = Pool(self.model.state_shape, units, torch.float32, torch.device("cpu"))
         executor = Eager(self.model, self.pool.tensors, torch.device("cpu"))
         self.runner = Runner(executor, self.pool, fork)
         self.rng = np.random.default_rng(seed)
@@ -42,8 +43,7 @@ class Both:
 
     def soil(self) -> None:
         """Fills the whole pool with NaN: whatever is read without having been written shows."""
-        for tensor in vars(self.pool.tensors).values():
-            tensor.fill_(float("nan"))
+        self.pool.rows.view(torch.float32).fill_(float("nan"))
 
     def tokens(self, count: int) -> Tokens:
         """Random token ids."""

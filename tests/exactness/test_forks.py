@@ -23,8 +23,7 @@ def both(request: pytest.FixtureRequest) -> Both:
 def _balanced(both: Both) -> Iterator[None]:
     both.soil()
     yield
-    assert both.pool.pages.free == len(both.pool.pages.counts)
-    assert both.pool.slots.free == len(both.pool.slots.counts)
+    assert both.pool.free == both.pool.units
 
 
 @pytest.mark.parametrize("trunk", [0, 1, 63, 64, 65, 200])

@@ -32,7 +32,7 @@ def test_resumed_at_every_grain(both: Both, trunk: int) -> None:
         got = both.forked([Job(build_forest(prompts, grain), anchor)])
         both.runner.drop(anchor)
         both.assert_equal(got, prompts)
-    assert both.pool.pages.free == len(both.pool.pages.counts)
+    assert both.pool.pages.held == 0
 
 
 def test_a_history_that_grows_step_by_step(both: Both) -> None:
@@ -45,11 +45,11 @@ def test_a_history_that_grows_step_by_step(both: Both) -> None:
         prompts = prompts_on(history[:length], both, [2, 40])
         both.assert_equal(both.forked([Job(build_forest(prompts, grain), anchor)]), prompts)
     # memory is the distinct grains, not a copy a step
-    assert len(both.pool.pages.counts) - both.pool.pages.free == 384 // 64
+    assert both.pool.pages.held == 384 // 64
     for anchor in held:
         both.runner.drop(anchor)
-    assert both.pool.pages.free == len(both.pool.pages.counts)
-    assert both.pool.slots.free == len(both.pool.slots.counts)
+    assert both.pool.pages.held == 0
+    assert both.pool.slots.held == 0
 
 
 def test_two_requests_resume_from_one_checkpoint(both: Both) -> None:

@@ -94,6 +94,14 @@ def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
     return made.to(DEVICE, dtype)
 
 
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy whose entries lie apart, as those of one layer do in a pool, with NaN between them."""
+    around = torch.full((len(tensor), 3, *tensor.shape[1:]), torch.nan, dtype=tensor.dtype)
+    around = around.to(tensor.device)
+    around[:, 1] = tensor
+    return around[:, 1]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("hk", "hv"), [(2, 2), (1, 2)])
 @pytest.mark.parametrize("kind", [*KINDS, "long"])
@@ -115,8 +123,7 @@ def test_delta_net(kind: str, hk: int, hv: int, dtype: torch.dtype) -> None:
     projected = random(tables.capacity.rows, c + hv * shape.value_dim + 2 * hv, dtype=dtype)
     state = random(SLOTS, hv, shape.key_dim, shape.value_dim, dtype=torch.float32)
     conv = random(SLOTS, 3, c, dtype=dtype)
-    states = [state.clone() for _ in range(2)]
-    convs = [conv.clone() for _ in range(2)]
+    states, convs = [state, apart(state)], [conv, apart(conv)]
     for tensor in (states[1], convs[1]):
         tensor[plan.store_slots.tolist()] = torch.nan
     rows = plan.num_rows
@@ -176,7 +183,7 @@ def test_attention(kind: str, only_reads: bool, window: int | None, dtype: torch
     norms = random(hd, dtype=dtype, scale=0.1), random(hd, dtype=dtype, scale=0.1)
     angle = random(padded, half, dtype=torch.float32)
     keys, values = (random(PAGES + i, 64, 2, hd, dtype=dtype)[:PAGES] for i in range(2))
-    pools = [(keys.clone(), values.clone()) for _ in range(2)]
+    pools = [(keys, values), (apart(keys), apart(values))]
     for tensor in pools[1]:
         tensor[plan.write_pages.tolist()] = torch.nan
     count = len(plan.read_rows) if only_reads else rows

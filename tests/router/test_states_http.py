@@ -36,7 +36,7 @@ class Fleet:
             Engine(
                 EngineConfig(
                     model=str(checkpoint), max_prompt_tokens=2048, max_request_tokens=2048,
-                    max_round_tokens=512, pool_bytes=4_000_000, slot_share=0.5, pin_share=0.5,
+                    max_round_tokens=512, pool_bytes=4_000_000, pin_share=0.5,
                     host_bytes=8 << 20, disk_folder=folder / str(i),
                 )
             )

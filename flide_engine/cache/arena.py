@@ -1,0 +1,193 @@
+"""One memory for pages and slots, as numbers: which unit of it holds what.
+
+Memory is counted in *units*, as large as a page. A page takes any unit, a slot an aligned run of
+them: slot s is units run * s .. run * s + run - 1. Slots are taken from the low end and pages from
+the high one; where no run is left for a slot, the pages of the emptiest runs move to free units
+elsewhere. So whatever is free serves either kind: pages and slots fit as long as their units do.
+
+A page therefore has a number that it keeps and a place that may change: `places`. Pages and slots
+are immutable once written, so their holders share them by count.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flide_engine.errors import PoolExhausted
+
+Ints = NDArray[np.int32]
+
+_FREE, _TAKEN = -1, -2
+
+
+class Held:
+    """Numbers 0 .. total-1, each held by nobody or by a number of holders."""
+
+    def __init__(self, kind: str, total: int, vacate: Callable[[Ints], None]) -> None:
+        """vacate: told of numbers that have lost their last holder."""
+        self.kind, self._vacate = kind, vacate
+        self.counts = np.zeros(total, np.int32)
+        self.held = 0
+
+    def give(self, numbers: Ints) -> None:
+        """A first holder for each number; none may have one."""
+        assert not self.counts[numbers].any(), f"gave {self.kind} that are held"
+        self.counts[numbers] = 1
+        self.held += len(numbers)
+
+    def retain(self, numbers: Ints) -> None:
+        """One more holder for each number; all must be held already."""
+        assert (self.counts[numbers] > 0).all(), f"retained free {self.kind}"
+        np.add.at(self.counts, numbers, 1)
+
+    def release(self, numbers: Ints) -> None:
+        """One holder less for each number; those without a holder are free again."""
+        if not len(numbers):
+            return
+        np.subtract.at(self.counts, numbers, 1)
+        assert (self.counts[numbers] >= 0).all(), f"released free {self.kind}"
+        gone = np.sort(numbers[self.counts[numbers] == 0])
+        if len(gone):
+            gone = gone[np.flatnonzero(np.diff(gone, prepend=-1))]  # each once; np.unique is slow
+            self.held -= len(gone)
+            self._vacate(gone)
+
+
+class Counted(Held):
+    """Numbers of equal things, of which any are as good as any others."""
+
+    def __init__(self, kind: str, total: int) -> None:
+        super().__init__(kind, total, self._put_back)
+        self._free = list(range(total - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        """How many numbers are free."""
+        return len(self._free)
+
+    def take(self, count: int) -> Ints:
+        """`count` free numbers, each held once.
+
+        Raises PoolExhausted, taking none, if there are fewer.
+        """
+        if count > len(self._free):
+            raise PoolExhausted(self.kind, count, len(self._free), len(self.counts))
+        rest = len(self._free) - count
+        taken = np.array(self._free[rest:][::-1], np.int32)
+        del self._free[rest:]
+        self.give(taken)
+        return taken
+
+    def _put_back(self, numbers: Ints) -> None:
+        self._free += numbers.tolist()
+
+
+class Taken(NamedTuple):
+    """What `Arena.take` gives: numbers of pages and of slots, each held once, and moves to make
+    before they are used: what is in units `sources` must be copied to `targets`, of which none is
+    among the sources.
+    """
+
+    pages: Ints
+    slots: Ints
+    sources: Ints
+    targets: Ints
+
+
+class Arena:
+    """Pages and slots in `units` units. One thread uses it; nothing here locks."""
+
+    def __init__(self, units: int, run: int) -> None:
+        """run: units of a slot."""
+        self.units, self.run = units, run
+        self.pages = Held("pages", units, self._pages_left)
+        self.slots = Held("slots", units // run, self._slots_left)
+        self.places = np.full(units, -1, np.int32)  # unit of each held page
+        self._names = list(range(units - 1, -1, -1))  # numbers of pages that nobody holds
+        rows = -(-units // run)
+        # rows of a run each: the page in each unit; the last may be short, and then holds no slot
+        self._grid = np.full((rows, run), _FREE, np.int32)
+        self._grid.reshape(-1)[units:] = _TAKEN
+        self._room = (self._grid == _FREE).sum(1)
+
+    @property
+    def free(self) -> int:
+        """Free units."""
+        return self.units - self.pages.held - self.run * self.slots.held
+
+    def units_of(self, pages: int, slots: int) -> int:
+        """Units that so many pages and slots take."""
+        return pages + self.run * slots
+
+    def take(self, pages: int, slots: int) -> Taken:
+        """So many pages and slots.
+
+        Raises PoolExhausted, taking and moving nothing, if they take more units than are free.
+        """
+        needed = self.units_of(pages, slots)
+        if needed > self.free:
+            raise PoolExhausted("pages", needed, self.free, self.units)
+        runs, moving, sources = self._clear(slots)
+        targets = self._settle(moving)
+        self.slots.give(runs)
+        rest = len(self._names) - pages
+        numbers = np.array(self._names[rest:][::-1], np.int32)
+        del self._names[rest:]
+        self._settle(numbers)
+        self.pages.give(numbers)
+        return Taken(numbers, runs, sources, targets)
+
+    def units_of_slot(self, slot: int) -> Ints:
+        """Units of a slot, in order."""
+        return np.arange(slot * self.run, (slot + 1) * self.run, dtype=np.int32)
+
+    def _clear(self, count: int) -> tuple[Ints, Ints, Ints]:
+        """Runs for slots, lowest first, then those with the fewest pages; the pages that were in
+        them, and in which units.
+        """
+        runs = np.flatnonzero(self._room == self.run)[:count]
+        self._grid[runs], self._room[runs] = _TAKEN, 0
+        if len(runs) < count:
+            # at least as many runs have room as fit into the free units, the short row aside
+            some = np.flatnonzero(self._room[: len(self.slots.counts)])
+            emptiest = np.argsort(-self._room[some], kind="stable")[: count - len(runs)]
+            more = some[emptiest]
+            inside = self._grid[more]
+            row, column = np.nonzero(inside >= 0)
+            moving, sources = inside[row, column], more[row] * self.run + column
+            self._grid[more], self._room[more] = _TAKEN, 0
+            runs = np.concatenate([runs, more])
+            return runs.astype(np.int32), moving, sources.astype(np.int32)
+        nothing = np.zeros(0, np.int32)
+        return runs.astype(np.int32), nothing, nothing
+
+    def _settle(self, pages: Ints) -> Ints:
+        """Gives each page a unit, in order: rows that hold pages already first, and high ones, so
+        that whole runs stay free at the low end. The units.
+        """
+        if not len(pages):
+            return np.zeros(0, np.int32)
+        begun = (self._room > 0) & (self._room < self.run)
+        rows = np.concatenate(
+            [np.flatnonzero(begun)[::-1], np.flatnonzero(self._room == self.run)[::-1]]
+        )
+        rows = rows[: int(np.searchsorted(np.cumsum(self._room[rows]), len(pages))) + 1]
+        row, column = np.nonzero(self._grid[rows] == _FREE)
+        row, column = rows[row[: len(pages)]], column[: len(pages)]
+        self._grid[row, column] = pages
+        np.subtract.at(self._room, row, 1)
+        units = (row * self.run + column).astype(np.int32)
+        self.places[pages] = units
+        return units
+
+    def _pages_left(self, pages: Ints) -> None:
+        units = self.places[pages]
+        self._grid.reshape(-1)[units] = _FREE
+        np.add.at(self._room, units // self.run, 1)
+        self.places[pages] = -1
+        self._names += pages.tolist()
+
+    def _slots_left(self, slots: Ints) -> None:
+        self._grid[slots], self._room[slots] = _FREE, self.run
