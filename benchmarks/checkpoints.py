@@ -2,8 +2,9 @@
 
 Replays agent trajectories step by step through the index, the mark policy and the pool's counts,
 with no model: each step's history is tokenized, matched, "computed" from the checkpoint found, and
-marked. Steps of different agents are interleaved at random. Compared: our policy, the rule of one
-mark at floor((P - 32) / 256) * 256 from 2,048 tokens on, last grain only, and an oracle that never
+marked. Steps of different agents are interleaved at random. Compared: our policy, also with a fixed
+part of the memory for states, and with the rows past the last grain kept as well; last grain only;
+the rule of one mark at floor((P - 32) / 256) * 256 from 2,048 tokens on; and an oracle that never
 computes a token twice. The budget is swept; memory is counted in pages of the 0.8B shape, a slot
 weighing 25.
 """
@@ -20,15 +21,18 @@ from typing import Any
 import numpy as np
 
 from benchmarks.results_file import RESULTS, Row, stamp, write
-from flide_engine.cache.index import SLOT_PAGES, PrefixIndex, grain_keys
+from flide_engine.cache.arena import Counted
+from flide_engine.cache.index import SLOT_PAGES, Freed, Match, PrefixIndex, grain_keys
 from flide_engine.cache.marks import MarkPolicy
-from flide_engine.cache.pool import Counted
+from flide_engine.config import GRAIN
 from flide_engine.families.tokenizer import TextTokenizer
 from flide_engine.layout.plan import Ints
 from flide_engine.resolve import EMBEDDED
 
 Positions = Callable[[int, int, int], list[int]]
 PAGE_MB = 0.79
+TAIL_PAGES = 13
+"""A hot tail of the 0.8B shape: up to 63 rows of keys, values, gates of all layers, 10 MB."""
 BUDGETS_GB = (1, 2, 4, 8, 12, 16, 32, 256)
 
 
@@ -39,12 +43,31 @@ def peer_rule(state: int, resumed: int, agreed: int) -> list[int]:
     return [position] if state >= 2048 and position > resumed else []
 
 
-POLICIES: dict[str, Positions] = {
-    "ours": lambda state, resumed, agreed: MarkPolicy().positions(state, resumed, agreed),
-    "last grain only": lambda state, resumed, agreed: MarkPolicy(
-        spacing=0, divergence=False
-    ).positions(state, resumed, agreed),
-    "one mark, grid of 256": peer_rule,
+def ours(state: int, resumed: int, agreed: int) -> list[int]:
+    """The engine's rule."""
+    return MarkPolicy().positions(state, resumed, agreed)
+
+
+def last_grain(state: int, resumed: int, agreed: int) -> list[int]:
+    """One mark, as late as can be."""
+    return MarkPolicy(spacing=0, divergence=False).positions(state, resumed, agreed)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Where checkpoints are taken, and what memory is kept for: see `Memory`."""
+
+    positions: Positions
+    split: float = 0.0
+    tails: bool = False
+
+
+POLICIES = {
+    "ours": Policy(ours),
+    "ours, a quarter for states only": Policy(ours, split=0.25),
+    "ours, with hot tails": Policy(ours, tails=True),
+    "last grain only": Policy(last_grain),
+    "one mark, grid of 256": Policy(peer_rule),
 }
 
 
@@ -99,9 +122,7 @@ def oracle(steps: list[Step]) -> int:
         before = [seen[step.agent]] if step.agent in seen else first[-64:]
         shared = 0
         for other in before:
-            n = min(len(other), len(step.tokens))
-            differs = other[:n] != step.tokens[:n]
-            shared = max(shared, int(differs.argmax()) if differs.any() else n)
+            shared = max(shared, agreement(other, step.tokens))
         computed += len(step.tokens) - shared + step.questions
         if step.agent not in seen:
             first.append(step.tokens)
@@ -109,40 +130,99 @@ def oracle(steps: list[Step]) -> int:
     return computed
 
 
-def replay(steps: list[Step], positions: Positions, budget_pages: int) -> tuple[int, int]:
+class Memory:
+    """Checkpoints under a budget of pages, by counts alone."""
+
+    def __init__(self, budget: int, split: float, tails: bool) -> None:
+        """split: part of the budget that is for states and for nothing else; 0: what is free is for
+        either. tails: whether rows past the last grain are kept where nothing else is.
+        """
+        self.index = PrefixIndex()
+        self.pages, self.slots = Counted("pages", 1 << 20), Counted("slots", 1 << 16)
+        self._budget, self._split = budget, split
+        self._tails: dict[int, Ints] | None = {} if tails else None  # oldest first, by slot
+
+    @property
+    def held(self) -> int:
+        """Pages' worth in use, tails aside."""
+        return self.pages.held + SLOT_PAGES * self.slots.held
+
+    def resume(self, step: Step, now: float) -> tuple[Match, int]:
+        """What is known of a step, and where its computation starts."""
+        match = self.index.match("", step.tokens, step.keys, step.settled)
+        if match.checkpoint is None:
+            return match, 0
+        match.checkpoint.used, match.checkpoint.hits = now, match.checkpoint.hits + 1
+        start = match.checkpoint.position
+        if self._tails is not None and (tail := self._tails.get(match.checkpoint.slot)) is not None:
+            start += agreement(tail, step.tokens[start : step.settled])
+        return match, start
+
+    def keep(self, step: Step, match: Match, position: int, now: float) -> None:
+        """A checkpoint of a step."""
+        new = self.pages.take(position // GRAIN - len(match.pages))
+        slot = self.slots.take(1)
+        chain = np.concatenate([match.pages, new]).astype(np.int32)
+        _, taken, kept = self.index.insert(
+            "", step.tokens, step.keys, chain, int(slot[0]), float(now)
+        )
+        self.pages.release(np.setdiff1d(new, taken).astype(np.int32))
+        if not kept:
+            self.slots.release(slot)
+        elif self._tails is not None and position == step.settled // GRAIN * GRAIN:
+            self._tails[int(slot[0])] = step.tokens[position : step.settled]
+            if match.checkpoint is not None:  # what is continued is not turned back to soon
+                self._tails.pop(match.checkpoint.slot, None)
+
+    def make_room(self, now: float) -> None:
+        """Gives up what does not fit, tails first."""
+        while self._too_much() and (freed := self.index.evict(now)) is not None:
+            self._free(freed)
+        tails = self._tails or {}
+        while tails and self.held + TAIL_PAGES * len(tails) > self._budget:
+            del tails[next(iter(tails))]
+
+    def drop_all(self) -> None:
+        """Gives up everything; nothing may be left."""
+        while (freed := self.index.evict(0.0)) is not None:
+            self._free(freed)
+        assert self.held == 0, "the replay's accounting does not balance"
+
+    def _too_much(self) -> bool:
+        if not self._split:
+            return self.held > self._budget
+        states = SLOT_PAGES * self.slots.held
+        return states > self._split * self._budget or (
+            self.pages.held > (1 - self._split) * self._budget
+        )
+
+    def _free(self, freed: Freed) -> None:
+        self.pages.release(freed.pages)
+        self.slots.release(freed.slots)
+        if self._tails is not None:
+            self._tails.pop(int(freed.slots[0]), None)
+
+
+def agreement(a: Ints, b: Ints) -> int:
+    """How many tokens two texts begin with in common."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    return int(differs.argmax()) if differs.any() else n
+
+
+def replay(steps: list[Step], policy: "Policy", budget_pages: int) -> tuple[int, int]:
     """(tokens computed, most memory held in pages) of a policy under a budget."""
-    index = PrefixIndex()
-    pages, slots = Counted("pages", 1 << 20), Counted("slots", 1 << 16)
+    memory = Memory(budget_pages, policy.split, policy.tails)
     computed, most = 0, 0
-
-    def held() -> int:
-        return (len(pages.counts) - pages.free) + SLOT_PAGES * (len(slots.counts) - slots.free)
-
     for now, step in enumerate(steps):
-        state = step.settled
-        match = index.match("", step.tokens, step.keys, state)
-        start = match.checkpoint.position if match.checkpoint else 0
-        if match.checkpoint is not None:
-            match.checkpoint.used, match.checkpoint.hits = float(now), match.checkpoint.hits + 1
+        match, start = memory.resume(step, float(now))
         computed += len(step.tokens) - start + step.questions
-        for position in positions(state, start, match.agreed):
-            new = pages.take(position // 64 - len(match.pages))
-            slot = slots.take(1)
-            chain = np.concatenate([match.pages, new]).astype(np.int32)
-            _, taken, kept = index.insert(
-                "", step.tokens, step.keys, chain, int(slot[0]), float(now)
-            )
-            pages.release(np.setdiff1d(new, taken))
-            if not kept:
-                slots.release(slot)
-        while held() > budget_pages and (freed := index.evict(float(now))) is not None:
-            pages.release(freed.pages)
-            slots.release(freed.slots)
-        most = max(most, held())
-    while (freed := index.evict(0.0)) is not None:
-        pages.release(freed.pages)
-        slots.release(freed.slots)
-    assert held() == 0, "the replay's accounting does not balance"
+        resumed = len(match.pages) * GRAIN
+        for position in policy.positions(step.settled, resumed, match.agreed):
+            memory.keep(step, match, position, float(now))
+        memory.make_room(float(now))
+        most = max(most, memory.held)
+    memory.drop_all()
     return computed, most
 
 
@@ -179,13 +259,13 @@ def main() -> None:
     best = oracle(steps)
     print(f"{len(steps)} steps, {sum(len(s.tokens) for s in steps)} tokens asked, oracle {best}")
     rows: list[Row] = []
-    for policy, positions in POLICIES.items():
+    for name, policy in POLICIES.items():
         for budget in BUDGETS_GB:
-            computed, most = replay(steps, positions, int(budget * 1000 / PAGE_MB))
+            computed, most = replay(steps, policy, int(budget * 1000 / PAGE_MB))
             row: Row = {
-                "engine": "ours" if policy != "one mark, grid of 256" else "emulated rule",
+                "engine": "ours" if policy.positions is not peer_rule else "emulated rule",
                 "work": "agent_trajectories",
-                "policy": policy,
+                "policy": name,
                 "budget_gb": budget,
                 "held_gb": round(most * PAGE_MB / 1000, 2),
                 "computed": computed,

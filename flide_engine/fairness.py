@@ -45,6 +45,13 @@ class Schedulable(Protocol):
         """
         ...
 
+    @property
+    def is_coming(self) -> bool:
+        """Whether the state it starts from is still on its way to the device; known once it is
+        planned.
+        """
+        ...
+
     def is_gone(self, now: float) -> bool:
         """Whether its caller has left or its deadline has passed: it will not be run."""
         ...

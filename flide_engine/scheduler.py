@@ -13,12 +13,12 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 from typing import Generic
 
 from flide_engine.admission import Admission, Forecast, Load, as_retry
 from flide_engine.fairness import Entry, FairQueue, Schedulable, W
+from flide_engine.packing import Packing, Verdict
 
 __all__ = ["Load", "Schedulable", "Scheduler"]
 
@@ -27,29 +27,6 @@ _SURE = 0.8  # of a predicted time: work that could not make its deadline even t
 _AGED_PART = 8  # a round's tokens over those of batch work that become interactive before it
 _SWEEP = 64  # entries asked before each round whether their caller has left
 _MANY_DEAD = 64
-
-
-class _Verdict(Enum):
-    TAKE = 0
-    GONE = 1
-    HOPELESS = 2  # it would be late
-    NO_ROOM = 3
-    BLOCKED = 4  # long, while another long one has begun
-
-
-@dataclass
-class _Packing(Generic[W]):
-    """A round being put together. start: when it can begin, if all goes fast."""
-
-    room: int
-    now: float
-    start: float
-    plan: Callable[[W], None]
-    taken: list[Entry[W]] = field(default_factory=list)
-    gone: list[Entry[W]] = field(default_factory=list)
-    hopeless: list[Entry[W]] = field(default_factory=list)
-    tokens: int = 0
-    misses: int = 0
 
 
 class Scheduler(Generic[W]):
@@ -125,15 +102,15 @@ class Scheduler(Generic[W]):
         """
         self._tell(now)
         start = now + _SURE * self._forecast.under_way_ms(now) / 1000
-        packing = _Packing[W](self._round_tokens, now, start, plan or (lambda work: None))
+        packing = Packing[W](self._round_tokens, now, start, plan or (lambda work: None))
         try:
             self._drop_late(packing)
             self._let_in(now)
             self._take_urgent(packing)
-            self._fill(self._interactive, packing)
-            if self._batch:
-                packing.room = self._slack(packing)
-                self._fill(self._batch, packing)
+            self._fill_both(packing)
+            if packing.passed and not packing.taken:
+                packing.waits = True  # nothing else can run meanwhile
+                self._fill_both(packing)
         except BaseException:
             entries = packing.taken + packing.hopeless + packing.gone
             self.put_back([entry.work for entry in entries], front=True)
@@ -238,13 +215,13 @@ class Scheduler(Generic[W]):
         self._forecast.returned(entry.running)
         return entry
 
-    def _give_up(self, entry: Entry[W], packing: _Packing[W]) -> None:
+    def _give_up(self, entry: Entry[W], packing: Packing[W]) -> None:
         self._leave(entry)
         if self._begun is entry.work:
             self._begun = None
         packing.gone.append(entry)
 
-    def _drop_late(self, packing: _Packing[W]) -> None:
+    def _drop_late(self, packing: Packing[W]) -> None:
         """Work past its deadline, and some of that whose callers have left: the rest is found in
         later rounds, or when its turn comes.
         """
@@ -276,7 +253,7 @@ class Scheduler(Generic[W]):
             queue = self._batch if long.background else self._interactive
             self._enter(replace(long), queue, front=True)
 
-    def _take_urgent(self, packing: _Packing[W]) -> None:
+    def _take_urgent(self, packing: Packing[W]) -> None:
         """Work that would miss its deadline in the next round and can make it in this one, nearest
         first; the round is kept short enough for it.
 
@@ -296,10 +273,10 @@ class Scheduler(Generic[W]):
                 if entry.queue is not self._interactive or ahead:
                     continue
                 verdict = self._verdict(entry, packing)
-                if verdict is not _Verdict.NO_ROOM:
+                if verdict is not Verdict.NO_ROOM:
                     self._leave(entry)
                     self._settle(entry, verdict, self._interactive, packing)
-                if verdict is _Verdict.TAKE:
+                if verdict is Verdict.TAKE:
                     fitting = costs.tokens_within(1000 * (deadline - packing.start))
                     packing.room = max(0, min(packing.room, fitting - packing.tokens))
         finally:
@@ -307,7 +284,13 @@ class Scheduler(Generic[W]):
                 if item[2].queue is not None:
                     heapq.heappush(self._deadlines, item)
 
-    def _fill(self, queue: FairQueue[W], packing: _Packing[W]) -> None:
+    def _fill_both(self, packing: Packing[W]) -> None:
+        self._fill(self._interactive, packing)
+        if self._batch:
+            packing.room = self._slack(packing)
+            self._fill(self._batch, packing)
+
+    def _fill(self, queue: FairQueue[W], packing: Packing[W]) -> None:
         """Takes work in fair turns until the round is full. Work that is too large for what is left
         is passed over; nobody gets more than a round ahead of its tenant by that.
         """
@@ -321,12 +304,12 @@ class Scheduler(Generic[W]):
                     break
                 aside.append(entry)
                 verdict = self._verdict(entry, packing)
-                if verdict is not _Verdict.NO_ROOM:
+                if verdict is not Verdict.NO_ROOM:
                     self._settle(aside.pop(), verdict, queue, packing)
         finally:
             queue.put_aside_back(aside)
 
-    def _slack(self, packing: _Packing[W]) -> int:
+    def _slack(self, packing: Packing[W]) -> int:
         """Room for batch work: what is padding otherwise, or all of a round without other work."""
         if not packing.taken:
             return packing.room
@@ -338,25 +321,27 @@ class Scheduler(Generic[W]):
             return tokens
         return max(tokens, self._bucket_of(tokens))
 
-    def _verdict(self, entry: Entry[W], packing: _Packing[W]) -> _Verdict:
+    def _verdict(self, entry: Entry[W], packing: Packing[W]) -> Verdict:
         """What becomes of work whose turn has come; plans it if it may be taken."""
         work = entry.work
         if work.is_gone(packing.now):
-            return _Verdict.GONE
+            return Verdict.GONE
         # planned before, it may need less by now: it is planned again once there is room for that
         if not (packing.taken and entry.is_planned and work.tokens > packing.room):
             packing.plan(work)
             self._learn(entry)
             if work.is_long and self._begun is not None and self._begun is not work:
                 packing.misses += 1
-                return _Verdict.BLOCKED
+                return Verdict.BLOCKED
             own_ms = _SURE * self._forecast.costs.ms(entry.tokens)
             if work.deadline is not None and packing.start + own_ms / 1000 > work.deadline:
-                return _Verdict.HOPELESS
-            if work.tokens <= packing.room or not packing.taken:
-                return _Verdict.TAKE
+                return Verdict.HOPELESS
+            coming = work.is_coming and not packing.waits  # others run until its state is there
+            packing.passed |= coming
+            if not coming and (work.tokens <= packing.room or not packing.taken):
+                return Verdict.TAKE
         packing.misses += 1
-        return _Verdict.NO_ROOM
+        return Verdict.NO_ROOM
 
     def _learn(self, entry: Entry[W]) -> None:
         """Counts the new tokens of planned work."""
@@ -368,19 +353,19 @@ class Scheduler(Generic[W]):
         entry.tokens, entry.is_planned = tokens, True
 
     def _settle(
-        self, entry: Entry[W], verdict: _Verdict, queue: FairQueue[W], packing: _Packing[W]
+        self, entry: Entry[W], verdict: Verdict, queue: FairQueue[W], packing: Packing[W]
     ) -> None:
         """Acts on a verdict; the entry is out of its queue."""
-        if verdict is _Verdict.TAKE:
+        if verdict is Verdict.TAKE:
             self._take(entry, queue, packing)
-        elif verdict is _Verdict.BLOCKED:
+        elif verdict is Verdict.BLOCKED:
             self._enter(replace(entry), self._longs)
-        elif verdict is _Verdict.HOPELESS:
+        elif verdict is Verdict.HOPELESS:
             packing.hopeless.append(entry)
         else:
             self._give_up(entry, packing)
 
-    def _take(self, entry: Entry[W], queue: FairQueue[W], packing: _Packing[W]) -> None:
+    def _take(self, entry: Entry[W], queue: FairQueue[W], packing: Packing[W]) -> None:
         work = entry.work
         if work.is_long:  # what holds checkpoints must not wait for gaps in rounds
             self._begun, entry.background = work, False

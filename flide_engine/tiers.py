@@ -19,6 +19,7 @@ from flide_engine.cache.disk import DiskTier, Loaded
 from flide_engine.cache.host import HostTier
 from flide_engine.cache.index import Checkpoint, Match
 from flide_engine.cache.pool import Pool
+from flide_engine.cache.rows import move_rows
 from flide_engine.config import GRAIN, EngineConfig
 from flide_engine.errors import ConfigError
 from flide_engine.layout.plan import Ints
@@ -103,11 +104,11 @@ class Tiers:
         """
         if isinstance(source, Checkpoint):
             return self.host.restore(source, first, pool, pages, slot)
-        loaded = source
+        loaded, places = source, pool.places(pages)
 
         def copies() -> None:
             here = np.arange(first, len(loaded.pages), dtype=np.int32)
-            pool.put_pages(pages, loaded.pages, here)
+            move_rows(pool.rows, places, loaded.pages, here)
             pool.slot_bytes(slot).copy_(loaded.state, non_blocking=True)
 
         return pool.beside.run(copies)

@@ -20,6 +20,7 @@ class Item:
     deadline: float | None = None
     batch: bool = False
     at: float = 0.0
+    is_coming: bool = False
 
     @property
     def waiting_tokens(self) -> int:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"api", "config", "errors"},
     {"layout", "kernels", "families", "costs", "fairness"},
-    {"cache", "models", "admission"},
+    {"cache", "models", "admission", "packing"},
     {"scheduler", "readout", "resolve", "tiers", "work"},
     {"device_plan", "executor", "rounds", "checkpoints"},
     {"runner", "graphs", "states"},

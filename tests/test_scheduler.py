@@ -42,6 +42,21 @@ def test_work_larger_than_a_round_is_taken_alone() -> None:
     assert names(scheduler.next_round(0.0)[0]) == ["big"]
 
 
+def test_work_whose_state_is_coming_lets_others_go_first() -> None:
+    """It keeps its place, and is taken when it has come, or when nothing else can run."""
+    coming = Item("coming", 60, is_coming=True)
+    scheduler = queue_of(coming, Item("a", 60), Item("b", 60))
+    assert names(scheduler.next_round(0.0)[0]) == ["a"]
+    coming.is_coming = False
+    assert names(scheduler.next_round(0.0)[0]) == ["coming"]
+    scheduler.add(Item("later", 30, is_coming=True))
+    assert names(scheduler.next_round(0.0)[0]) == ["b"]
+    scheduler.add(Item("batch", 10, batch=True, is_coming=True), batch=True)
+    assert names(scheduler.next_round(0.0)[0]) == ["later"]
+    assert names(scheduler.next_round(0.0)[0]) == ["batch"]
+    assert len(scheduler) == 0
+
+
 def test_those_who_left_are_not_run() -> None:
     """Cancelled work leaves the queue without taking room, also from deep inside it."""
     scheduler = queue_of(Item("left", 90, gone_at=5.0), Item("here", 90), Item("deep", 90, 1, 5.0))
@@ -321,6 +336,7 @@ WORK = st.builds(
     deadline=st.sampled_from([None, None, 0.005, 0.02, 0.1]),
     batch=st.booleans(),
     at=st.floats(0, 0.02),
+    is_coming=st.sampled_from([False, False, True]),
 )
 
 

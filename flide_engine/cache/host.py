@@ -101,9 +101,10 @@ class HostTier:
                 if not self._evict():
                     return None
         of_pages, of_state = rows[: len(new)], rows[len(new) :]
+        places = pool.places(new)
 
         def copies() -> None:
-            move_rows(self._rows, of_pages, pool.rows, pool.places(new))
+            move_rows(self._rows, of_pages, pool.rows, places)
             spread(pool.slot_bytes(slot), self._rows, of_state)
 
         event = pool.beside.run(copies)
@@ -122,9 +123,10 @@ class HostTier:
         rounds: when it is there. It must be locked until then.
         """
         of_pages, of_state = self.rows_of(checkpoint)
+        places = pool.places(pages)
 
         def copies() -> None:
-            pool.put_pages(pages, self._rows, of_pages[first:])
+            move_rows(pool.rows, places, self._rows, of_pages[first:])
             collect(pool.slot_bytes(slot), self._rows, of_state)
 
         return pool.beside.run(copies)

@@ -176,10 +176,6 @@ class Pool:
         at = torch.from_numpy(self.places(pages)).long().to(self.device)
         return self.rows[at, : self.shape.page_bytes(self.dtype.itemsize)]
 
-    def put_pages(self, pages: Ints, data: Tensor, sources: Ints) -> None:
-        """Rows `sources` of data [*, bytes of a page or more], on any device, to `pages`."""
-        move_rows(self.rows, self.places(pages), data, sources)
-
     def slot_bytes(self, slot: int) -> Tensor:
         """Contents of a slot: a view [bytes of a slot] uint8."""
         size = self.shape.slot_bytes(self.dtype.itemsize)

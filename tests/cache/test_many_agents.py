@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from flide_engine.cache.index import grain_keys
@@ -17,6 +18,7 @@ from flide_engine.layout.plan import Anchor, Ints
 from flide_engine.layout.state_shape import StateShape
 from flide_engine.tiers import Tiers
 from flide_engine.work import RequestWork
+from tests.cache.late_copies import LateCopies
 
 SHAPE = StateShape(1, 1, 4, 1, 1, 4, 4, 12, 3)
 AGENTS, STEPS, GRAINS = 1000, 4, 2
@@ -25,9 +27,16 @@ AGENTS, STEPS, GRAINS = 1000, 4, 2
 class Machine:
     """Checkpoints and tiers with a null model: a page holds what its prefix hashes to."""
 
-    def __init__(self, folder: Path, units: int, host_rows: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        units: int,
+        host_rows: int,
+        shape: StateShape = SHAPE,
+        late: LateCopies | None = None,
+    ) -> None:
         self.now = 0.0
-        self.pool = Pool(SHAPE, units, torch.float32, torch.device("cpu"))
+        self.pool = Pool(shape, units, torch.float32, torch.device("cpu"), late)
         config = EngineConfig(
             host_bytes=host_rows * 4096, disk_folder=folder, disk_bytes=200_000_000
         )
@@ -41,10 +50,8 @@ class Machine:
         self.now += 1.0
         return self.now
 
-    def step(self, tokens: Ints, name: str) -> int:
-        """One request: what it resumes from is checked, the rest is computed and kept. Tokens that
-        were not computed.
-        """
+    def ask(self, tokens: Ints, name: str) -> RequestWork:
+        """One request, planned once."""
         keys = grain_keys(tokens)
         prompt = np.append(tokens, 7).astype(np.int32)
         read = Read(0, np.zeros(1, np.int32), "q")
@@ -53,25 +60,34 @@ class Machine:
         if self.checkpoints.longest("t", tokens, keys, len(tokens)) == 0:
             work.loaded = self.tiers.fetch("t", tokens, keys, len(tokens))
         self.checkpoints.plan(work, 10**6)
+        return work
+
+    def run(self, work: RequestWork) -> int:
+        """One round: what it resumes from is checked, the rest is computed and kept. Tokens that
+        were not computed.
+        """
+        keys = work.keys
+        self.checkpoints.plan(work, 10**6)
         self.checkpoints.began(work)
         anchor = work.resume.anchor if work.resume else Anchor(0, -1, np.zeros(0, np.int32))
         for page, key in zip(self.pool.places(anchor.pages), keys, strict=False):
             assert self.pool.tensors.keys[0, page, 0, 0, 0] == mark(key), "a wrong page was served"
         if anchor.position:
-            state = self.pool.tensors.recurrent_state[0, anchor.slot, 0, 0, 0]
-            assert state == mark(keys[anchor.position // 64 - 1]), "a wrong state was served"
+            state = self.pool.tensors.recurrent_state[0, anchor.slot]
+            assert (state == mark(keys[anchor.position // 64 - 1])).all(), (
+                "a wrong state was served"
+            )
         pages, slots = self.checkpoints.take(len(keys) - len(anchor.pages), 1)
         slot = int(slots[0])
         self.pool.tensors.keys[0, self.pool.places(pages), 0, 0, 0] = torch.tensor(
             [mark(key) for key in keys[len(anchor.pages) :]]
         )
-        self.pool.tensors.recurrent_state[0, slot, 0, 0, 0] = mark(keys[-1])
+        self.pool.tensors.recurrent_state[0, slot] = mark(keys[-1])
         every = np.concatenate([anchor.pages, pages]).astype(np.int32)
-        self.checkpoints.keep(work, Anchor(len(tokens), slot, every))
+        self.checkpoints.keep(work, Anchor(64 * len(keys), slot, every))
         self.pool.pages.release(pages)
         self.pool.slots.release(slots)
         self.checkpoints.release(work)
-        self.checkpoints.copy_some(1 << 20)
         return anchor.position
 
 
@@ -105,9 +121,70 @@ def test_nothing_wrong_is_served_and_the_counts_balance(tmp_path: Path) -> None:
             machine = Machine(folder, need // 10, need // 10)
         done[agent] += 1
         tokens = texts[agent][: 64 * GRAINS * (1 + done[agent])]
-        resumed += machine.step(tokens, f"agent {agent}")
+        resumed += machine.run(machine.ask(tokens, f"agent {agent}"))
+        machine.checkpoints.copy_some(1 << 20)
     assert resumed > 0.5 * sum(64 * GRAINS * (1 + d) for n in done for d in range(n))
     machine.checkpoints.drop_all()
     machine.tiers.close()
     assert machine.pool.free == machine.pool.units
     assert machine.tiers.host.bytes_held == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_late_copies_serve_nothing_wrong_either(tmp_path: Path, seed: int) -> None:
+    """Copies to and from the host end when they like, requests wait for each other, histories turn
+    back: what a round reads was waited for, what it overwrites has been copied, and pages that
+    make way for a slot take their copies along.
+    """
+    rng = np.random.default_rng(seed)
+    shape = StateShape(1, 1, 4, 1, 1, 48, 48, 12, 3)
+    agents, late = 40, LateCopies()
+    texts = [rng.integers(0, 50, 64 * GRAINS * STEPS).astype(np.int32) for _ in range(agents)]
+    for text in texts[::2]:
+        text[: 64 * GRAINS] = texts[0][: 64 * GRAINS]
+    need = agents * GRAINS * STEPS + agents * shape.slot_units(4)
+    machine = Machine(tmp_path, need // 4, 2 * need, shape, late)
+    assert machine.pool.slot_units == 3
+    waiting: list[RequestWork] = []
+    for agent in rng.permutation(np.repeat(np.arange(agents), 3 * STEPS)):
+        length = 64 * int(rng.integers(1, GRAINS * STEPS + 1))
+        waiting.append(machine.ask(texts[agent][:length], f"agent {agent}"))
+        if len(waiting) > 3:
+            machine.run(waiting.pop(int(rng.integers(len(waiting)))))
+        if rng.random() < 0.3:
+            machine.checkpoints.copy_some(1 << 15)
+        late.advance(min(late.begun, late.done + int(rng.integers(0, 3))))
+    for work in waiting:
+        machine.run(work)
+    counters = machine.checkpoints.counters
+    assert counters.from_host > 0.2 * counters.reused
+    machine.checkpoints.drop_all()
+    machine.tiers.close()
+    assert machine.pool.free == machine.pool.units
+    assert machine.tiers.host.bytes_held == 0
+
+
+def test_a_checkpoint_on_pages_that_are_still_coming_is_coming_too(tmp_path: Path) -> None:
+    """A long state is on its way; a shorter one is computed meanwhile and shares its pages: whoever
+    resumes from that waits for them.
+    """
+    late = LateCopies()
+    machine = Machine(tmp_path, 100, 100, late=late)
+    text = np.arange(8 * 64, dtype=np.int32)
+    machine.run(machine.ask(text, "long"))
+    machine.checkpoints.copy_some(1 << 20)
+    late.join()
+    for checkpoint in list(machine.checkpoints.index):
+        machine.tiers.settle(copies=True)
+        machine.checkpoints.free(machine.checkpoints.index.remove(checkpoint))
+    machine.pool.rows.fill_(0)
+    first = machine.ask(text, "long")
+    assert first.resume is not None
+    assert first.is_coming
+    assert machine.run(machine.ask(text[:256], "short")) == 0
+    second = machine.ask(text[:256], "short")
+    assert second.is_coming
+    assert machine.run(second) == 256
+    assert late.done == late.begun
+    assert not first.is_coming
+    assert machine.run(first) == 512

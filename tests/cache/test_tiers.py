@@ -11,6 +11,7 @@ from flide_engine.cache.host import HostTier
 from flide_engine.cache.index import grain_keys
 from flide_engine.cache.names import Named
 from flide_engine.cache.pool import Pool
+from flide_engine.cache.rows import move_rows
 from flide_engine.errors import ConfigError
 from flide_engine.layout.plan import Ints
 from flide_engine.layout.state_shape import StateShape
@@ -44,7 +45,8 @@ def test_pages_and_slots_survive_as_bytes(dtype: torch.dtype) -> None:
     """Out of one pool and into another, in another place: the kernels' tensors hold the same."""
     ours, theirs = full_pool(dtype), full_pool(dtype)
     a, b = np.array([3, 9], np.int32), np.array([7, 2], np.int32)
-    theirs.put_pages(b, ours.page_bytes(a), np.arange(2, dtype=np.int32))
+    move_rows(theirs.rows, theirs.places(b), ours.rows, ours.places(a))
+    assert torch.equal(ours.page_bytes(a), theirs.page_bytes(b))
     theirs.slot_bytes(1).copy_(ours.slot_bytes(2))
     for name in ("keys", "values"):
         from_, to = getattr(ours.tensors, name), getattr(theirs.tensors, name)

@@ -9,6 +9,7 @@ from flide_engine.cache.names import MOST_BRANCHES
 from flide_engine.config import EngineConfig
 from flide_engine.engine import Engine
 from flide_engine.errors import TooManyBranches, TooMuchPinned
+from tests.cache.late_copies import LateCopies
 
 NOUL = {"type": "noul", "instructions": "Is it so?"}
 
@@ -64,6 +65,55 @@ def test_what_leaves_the_device_comes_back_from_the_host(checkpoint: Path, plain
         engine.close()
     held = engine.accounting()
     assert held.slot_bytes_held + held.page_bytes_held <= held.bytes_total
+
+
+def only_on_the_host(engine: Engine) -> None:
+    """Copies everything there and takes it off the device."""
+    settled(engine)
+
+    def drop() -> None:
+        for checkpoint in list(engine._checkpoints.index):
+            engine._checkpoints.free(engine._checkpoints.index.remove(checkpoint))
+
+    engine._loop.call(drop)
+
+
+def test_others_run_while_a_state_comes_back(
+    checkpoint: Path, plain: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request whose state is on its way lets the one behind it go first; with nothing else to
+    run, its round waits. Answers are those that were computed.
+    """
+    late = LateCopies(patience=20)
+    monkeypatch.setattr("flide_engine.cache.pool.beside_rounds", lambda device: late)
+    engine = Engine(config(checkpoint))
+    begin, order = engine._loop._begin, list[list[str]]()
+
+    def recorded(works: list[Any]) -> Any:
+        order.append([work.name for work in works])
+        return begin(works)
+
+    monkeypatch.setattr(engine._loop, "_begin", recorded)
+    try:
+        probability(engine, ask(1, 40), "first")
+        only_on_the_host(engine)
+        order.clear()
+        requests = {"coming": ask(1, 45), "new": ask(2, 30)}
+        futures: list[Any] = []
+        engine._loop.call(
+            lambda: futures.extend(engine.submit(r, name=n) for n, r in requests.items())
+        )
+        for future, request in zip(futures, requests.values(), strict=True):
+            answer = future.result(60).answers["q"]
+            assert float(answer.noul) == pytest.approx(probability(plain, request), abs=1e-6)
+        assert order[0] == ["new"]
+        assert ["coming"] in order
+        assert engine.counters().from_host > 0
+        only_on_the_host(engine)
+        request = ask(1, 48)
+        assert probability(engine, request) == pytest.approx(probability(plain, request), abs=1e-6)
+    finally:
+        engine.close()
 
 
 def test_a_restart_goes_on_from_disk(checkpoint: Path, plain: Engine, tmp_path: Path) -> None:
