@@ -46,7 +46,7 @@ def build(args: AppArgs) -> Application:
         ray_actor_options={"num_cpus": 0.1},
     )(Gateway)
     leaving = Leaving(args.handover, args.graceful_shutdown_timeout_s)
-    bound = engine.bind(args.engine.model_dump(), args.names_by_key, leaving)
+    bound = engine.bind(args.engine_options(gpus), args.names_by_key, leaving)
     app: Application = gateway.bind(bound, args.key_hashes, args.max_body_bytes)
     return app
 

@@ -138,6 +138,15 @@ class AppArgs(BaseModel):
             found[digest] = name
         return found
 
+    def engine_options(self, gpus: float) -> dict[str, Any]:
+        """Fields of each replica's EngineConfig; gpus: those that a replica gets. One that shares
+        its card takes no more of its memory than that part, unless told otherwise.
+        """
+        options = self.engine.model_dump()
+        if 0 < gpus < 1 and "device_share" not in self.engine.model_fields_set:
+            options["device_share"] = gpus
+        return options
+
     @property
     def stats_period_s(self) -> float:
         """Seconds between a replica's routing stats.

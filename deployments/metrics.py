@@ -48,8 +48,9 @@ METRICS = {
         Metric("counter", "flide_tokens", "Tokens of rounds by what became of them.", ("kind",)),
         Metric("counter", "flide_rounds", "Rounds run."),
         Metric("counter", "flide_busy_seconds", "Seconds in which a round was under way."),
-        Metric("gauge", "flide_pool_bytes", "Bytes of the pool.", ("kind", "state")),
+        Metric("gauge", "flide_pool_bytes", "Bytes for states.", ("tier", "kind", "state")),
         Metric("gauge", "flide_checkpoints", "Checkpoints by tier.", ("tier",)),
+        Metric("gauge", "flide_checkpoint_tokens", "Their distinct tokens.", ("tier",)),
         Metric("counter", "flide_handovers", "Checkpoints given or taken by end.", ("way", "end")),
         # of each process that has routers, not of replicas (`router.request_router`)
         Metric("gauge", "flide_odd_replicas", "Replicas whose bits are not their fleet's."),
@@ -101,17 +102,19 @@ class ReplicaMetrics:
 
     def sample(self, engine: Any, wait_s: float) -> None:
         """What an engine has counted so far; called now and then."""
-        counters, held = engine.counters(), engine.accounting()
-        for kind in ("asked", "reused", "computed", "from_host", "from_disk"):
+        counters = engine.counters()
+        for kind in ("asked", "reused", "computed", "recomputed", "from_host", "from_disk"):
             self._count_to("flide_tokens", getattr(counters, kind), {"kind": kind})
         self._count_to("flide_rounds", counters.rounds, {})
         self._count_to("flide_busy_seconds", counters.busy_seconds, {})
         gauge = self._of["flide_pool_bytes"]
-        for (_, kind), (used, total) in held.by_kind().items():
-            gauge.set(used, {"kind": kind, "state": "held"})
-            gauge.set(total - used, {"kind": kind, "state": "free"})
+        for (tier, kind), (held, total) in engine.tier_bytes().items():
+            gauge.set(held, {"tier": tier, "kind": kind, "state": "held"})
+            gauge.set(total - held, {"tier": tier, "kind": kind, "state": "free"})
         for tier, count in engine.checkpoint_counts().items():
             self._of["flide_checkpoints"].set(count, {"tier": tier})
+        for tier, count in engine.distinct_tokens().items():
+            self._of["flide_checkpoint_tokens"].set(count, {"tier": tier})
         self._of["flide_wait_seconds"].set(wait_s, {})
 
     def _add(self, name: str, value: float, labels: dict[str, str]) -> None:

@@ -14,6 +14,7 @@ from flide_engine.cache.index import Checkpoint, Freed, PrefixIndex
 from flide_engine.cache.marks import MarkPolicy
 from flide_engine.cache.names import Named
 from flide_engine.cache.pool import Pool
+from flide_engine.cache.seen import Seen
 from flide_engine.config import GRAIN
 from flide_engine.errors import PoolExhausted
 from flide_engine.layout.plan import Anchor, Ints
@@ -23,8 +24,9 @@ from flide_engine.work import RequestWork, Resume
 
 @dataclass
 class Counters:
-    """Since the start. Tokens: asked for, found in checkpoints, computed; and of those found, how
-    many came back from host memory and from disk. Rounds, and seconds in which one was under way.
+    """Since the start. Tokens: asked for, found in checkpoints, computed; of those found, how many
+    came back from host memory and from disk; and of the states' whole grains, how many were
+    computed again, request by request. Rounds, and seconds in which one was under way.
     """
 
     asked: int = 0
@@ -32,6 +34,7 @@ class Counters:
     computed: int = 0
     from_host: int = 0
     from_disk: int = 0
+    recomputed: int = 0
     rounds: int = 0
     busy_seconds: float = 0.0
 
@@ -52,6 +55,7 @@ class Checkpoints:
         self._tiers = tiers
         self._to_copy: deque[Checkpoint] = deque()
         self.index = PrefixIndex(pool.slot_units)
+        self._seen = Seen()
         self.version = 0
         self.counters = Counters()
 
@@ -100,11 +104,15 @@ class Checkpoints:
                 checkpoint.keep_for(work.name, work.route)
             work.reused = work.resume.anchor.position
             self.counters.reused += work.reused
+        self.counters.recomputed += self._seen.tokens(
+            work.tenant, work.keys[work.reused // GRAIN :]
+        )
 
     def keep(self, work: RequestWork, anchor: Anchor) -> None:
         """Remembers a checkpoint of work's state; the anchor itself stays the caller's to drop."""
         if not self._keep or anchor.position > work.rendered.state_tokens:
             return
+        self._seen.add(work.tenant, work.keys[: anchor.position // GRAIN])
         text = work.rendered.prompts[0]
         checkpoint, pages, slot_taken = self.index.insert(
             work.tenant, text, work.keys, anchor.pages, anchor.slot, self._clock(),
@@ -240,6 +248,17 @@ class Checkpoints:
             if self._tiers.disk is not None:
                 counts["disk"] = len(self._tiers.disk)
         return counts
+
+    def distinct_tokens(self) -> dict[str, int]:
+        """Tokens that each tier's checkpoints hold, those that several share once; on disk they
+        share whole files only. Any thread may ask.
+        """
+        tokens = {"device": GRAIN * self.index.grains}
+        if self._tiers is not None:
+            tokens["host"] = GRAIN * self._tiers.host.index.grains
+            if self._tiers.disk is not None:
+                tokens["disk"] = self._tiers.disk.distinct_tokens
+        return tokens
 
     def take(self, pages: int, slots: int) -> tuple[Ints, Ints]:
         """As `Pool.take`, giving up checkpoints for it. Raises PoolExhausted if too few can be."""

@@ -76,7 +76,8 @@ class EngineConfig(BaseModel):
         1.0,
         gt=0,
         le=1,
-        description="Part of the card's memory that this engine may use, where several share it.",
+        description="Part of the card's memory that this engine may use, where several share it;"
+        " in a replica its part of a GPU, unless set.",
     )
     keep_checkpoints: bool = Field(
         True, description="Whether states are kept for later requests that begin alike."

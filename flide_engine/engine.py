@@ -40,13 +40,11 @@ from flide_engine.families.registry import load_family
 from flide_engine.graphs import executor_for
 from flide_engine.layout.tree import build_forest
 from flide_engine.loop import RoundLoop, fail
+from flide_engine.memory import Card, plan_memory
 from flide_engine.models.registry import load_model
 from flide_engine.models.weights import weights_hash
 from flide_engine.resolve import (
-    device_pool_bytes,
-    least_units,
     locate,
-    pool_units,
     resolve_device,
     resolve_dtype,
     resolve_kernels,
@@ -87,19 +85,18 @@ class Engine:
             folder, name, self.weights_hash, config.option_cache_entries
         )
         self._check(model.vocab_size, vocab, model.max_positions)
-        budget = config.pool_bytes
-        if budget is None and device.type == "cuda":
-            own = torch.cuda.memory_reserved(device)
-            free, total = torch.cuda.mem_get_info(device)
-            budget = device_pool_bytes(free, total, own, config.device_share)
-        units = pool_units(config, model.state_shape, dtype, budget)
-        pool = Pool(model.state_shape, units, dtype, device)
+        memory = plan_memory(config, model.state_shape, dtype, Card.of(device))
+        log.info("memory: %s", memory)
+        pool = Pool(model.state_shape, memory.units, dtype, device)
+        before = Card.of(device)
         # compiles now what a round would wait for
         build_forest([np.arange(2, dtype=np.int32) for _ in range(2)])
         executor = executor_for(model, pool, kernels, device, config.max_round_tokens)
         self.fingerprint = ""
         """What answers carry as `x_fingerprint`."""
         self.stack = f"{stack_of(device)}, {dtype}, {config.kernels} kernels"
+        if before is not None and (after := Card.of(device)) is not None:
+            memory.check_work(before, after)
         self._lock = threading.Lock()
         self._closed = False
         self._rendering = 0
@@ -109,9 +106,8 @@ class Engine:
             pool, MarkPolicy(), config.keep_checkpoints, clock, self._tiers
         )
         self._states = States(
-            self._checkpoints, pool, self._tiers, clock, config.pin_share,
-            least_units(config, model.state_shape, dtype),
-        )  # fmt: skip
+            self._checkpoints, pool, self._tiers, clock, config.pin_share, memory.least
+        )
         self._loop = RoundLoop(
             Runner(executor, pool, config.fork),
             Scheduler(
@@ -129,8 +125,8 @@ class Engine:
             config.watchdog_seconds,
         )
         log.info(
-            "engine ready: model %s (%s), weights %s, %s on %s, pool %s",
-            self.card.name, folder, self.weights_hash, dtype, device, pool.accounting(),
+            "engine ready: model %s (%s), weights %s, %s on %s",
+            self.card.name, folder, self.weights_hash, dtype, device,
         )  # fmt: skip
 
     @property
@@ -190,6 +186,14 @@ class Engine:
     def accounting(self) -> Accounting:
         """Bytes of the pool held and in all."""
         return self._loop.accounting()
+
+    def tier_bytes(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """Bytes of checkpoints and rounds, (held, total) by tier and kind."""
+        return self.accounting().by_kind() | (self._tiers.sizes() if self._tiers else {})
+
+    def distinct_tokens(self) -> dict[str, int]:
+        """Tokens that each tier's checkpoints hold, those that several share once."""
+        return self._checkpoints.distinct_tokens()
 
     def counters(self) -> Counters:
         """Tokens asked for, found in checkpoints and computed, since the start."""

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import torch
 
-from flide_engine.config import GRAIN, EngineConfig
 from flide_engine.errors import ConfigError
 from flide_engine.kernels import REFERENCE, Kernels
-from flide_engine.layout.state_shape import StateShape
 from flide_engine.models.nano import NAME as NANO
 from flide_engine.models.nano import nano_folder
 
@@ -83,64 +81,6 @@ def resolve_kernels(kernels: str, device: torch.device, deterministic: bool = Fa
     from flide_engine.kernels.triton_kernels import TRITON, deterministic_kernels
 
     return deterministic_kernels() if deterministic else TRITON
-
-
-WORKSPACE_SHARE, LEAST_WORKSPACE, MOST_WORKSPACE = 0.2, 4 << 30, 24 << 30
-"""Part of an engine's memory that graphs and activations may take, and its bounds in bytes."""
-
-
-def device_pool_bytes(free: int, total: int, own: int, share: float) -> int:
-    """Bytes for the pool on a card, with the weights in place: what is left of the engine's share
-    after room for graphs and activations.
-
-    free, total: bytes of the card; own: those this process holds. Raises ConfigError if nothing is
-    left.
-    """
-    mine = int(share * total)
-    workspace = int(min(max(WORKSPACE_SHARE * mine, LEAST_WORKSPACE), MOST_WORKSPACE))
-    left = min(free, mine - own) - workspace
-    if left <= 0:
-        raise ConfigError(
-            f"device_share {share} of {total} bytes leaves no memory for the pool: {free} are free,"
-            f" {own} are taken by weights, {workspace} are needed for graphs and activations"
-        )
-    return left
-
-
-SPARE_STATES = 16
-"""Recurrent states of a pool without a byte budget, before those of checkpoints."""
-
-CHECKPOINT_BYTES = 256 << 20
-"""Bytes for checkpoints in a pool without a byte budget."""
-
-
-def least_units(config: EngineConfig, shape: StateShape, dtype: torch.dtype) -> int:
-    """Pages' worth of memory without which the longest prompt and one round, with two states, do
-    not fit.
-    """
-    pages = (config.max_prompt_tokens + config.max_round_tokens) // GRAIN + 1
-    return pages + 2 * shape.slot_units(dtype.itemsize)
-
-
-def pool_units(
-    config: EngineConfig, shape: StateShape, dtype: torch.dtype, budget: int | None
-) -> int:
-    """Pages' worth of memory of an engine's pool; budget: bytes, None for as much as it needs.
-
-    Raises ConfigError if the longest prompt and one round, with two states, do not fit.
-    """
-    unit, slot = shape.unit_bytes(dtype.itemsize), shape.slot_units(dtype.itemsize)
-    needed = least_units(config, shape, dtype)
-    if budget is None:
-        return needed + SPARE_STATES * slot + CHECKPOINT_BYTES // unit
-    units = budget // unit
-    if needed > units:
-        raise ConfigError(
-            f"pool_bytes {budget} holds {units} pages of {GRAIN} tokens; max_prompt_tokens"
-            f" {config.max_prompt_tokens} with max_round_tokens {config.max_round_tokens} needs"
-            f" {needed}, of which two states take {2 * slot}: {needed * unit} bytes"
-        )
-    return units
 
 
 SMALL_HIDDEN = 512

@@ -173,6 +173,13 @@ class Tiers:
                 arrival.source.locks -= 1
         self._arrivals = still
 
+    def sizes(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """(held, total) bytes by tier and kind, as `Accounting.by_kind`. Any thread may ask."""
+        found = self.host.by_kind()
+        if self.disk is not None:
+            found["disk", "file"] = self.disk.bytes_held, self.disk.bytes_total
+        return found
+
     def match(self, tenant: str, tokens: Ints, keys: Sequence[bytes], limit: int) -> Match:
         """The longest checkpoint on the host."""
         return self.host.match(tenant, tokens, keys, limit)

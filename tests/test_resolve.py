@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from flide_engine.errors import ConfigError
-from flide_engine.resolve import EMBEDDED, device_pool_bytes, locate
+from flide_engine.resolve import EMBEDDED, locate
 from tests.checkpoints import save_checkpoint, tiny_config
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -44,13 +44,3 @@ def test_what_is_neither_is_an_error_that_names_it(hub: Path, name: str) -> None
     """Not there, and not in the cache."""
     with pytest.raises(ConfigError, match=name):
         locate(name)
-
-
-def test_the_pool_takes_what_a_share_of_the_card_leaves() -> None:
-    """Never more than is free, nor than the share holds beside weights and workspace."""
-    gib = 1 << 30
-    assert device_pool_bytes(138 * gib, 140 * gib, 2 * gib, 1.0) == (138 - 24) * gib
-    assert device_pool_bytes(60 * gib, 140 * gib, 2 * gib, 1.0) == (60 - 24) * gib
-    assert device_pool_bytes(138 * gib, 140 * gib, 2 * gib, 0.25) == (35 - 2 - 7) * gib
-    with pytest.raises(ConfigError, match=r"device_share 0\.1 of .* leaves no memory"):
-        device_pool_bytes(10 * gib, 80 * gib, 6 * gib, 0.1)

@@ -55,7 +55,17 @@ PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "Pool",
         "bytes",
-        [(f"sum by (kind, state) (ray_flide_pool_bytes{SELECT})", "{{kind}} {{state}}")],
+        [
+            (
+                f"sum by (tier, kind, state) (ray_flide_pool_bytes{SELECT})",
+                "{{tier}} {{kind}} {{state}}",
+            )
+        ],
+    ),
+    (
+        "Distinct tokens of checkpoints",
+        "short",
+        [(f"sum by (tier) (ray_flide_checkpoint_tokens{SELECT})", "{{tier}}")],
     ),
     ("Checkpoints", "short", [(f"sum by (tier) (ray_flide_checkpoints{SELECT})", "{{tier}}")]),
 ]

@@ -92,6 +92,20 @@ class DiskTier:
         with self._lock:
             return sum(f.size for f in self._files.values())
 
+    @property
+    def bytes_total(self) -> int:
+        """Most bytes that files may have."""
+        return self._budget
+
+    @property
+    def distinct_tokens(self) -> int:
+        """Tokens in all files: each continues a whole other one or begins where its prompt does."""
+        with self._lock:
+            before = (self._files.get(f.parent) for f in self._files.values())
+            return sum(f.position for f in self._files.values()) - sum(
+                f.position for f in before if f is not None
+            )
+
     def longest(self, tenant: str, keys: Sequence[bytes], limit: int) -> int:
         """Tokens of the longest checkpoint of a prefix, at no more than `limit`; 0 for none.
 

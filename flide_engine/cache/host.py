@@ -67,6 +67,16 @@ class HostTier:
         """Bytes allocated."""
         return self._rows.numel()
 
+    def by_kind(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """As `Accounting.by_kind`."""
+        pages = self._row * self.index.grains
+        states = self.bytes_held - pages
+        return {
+            ("host", "page"): (pages, pages),
+            ("host", "slot"): (states, states),
+            ("host", "any"): (0, self.bytes_total - pages - states),
+        }
+
     def bytes_of(self, checkpoints: Collection[Checkpoint]) -> int:
         """Bytes that some checkpoints hold together."""
         pages = {row for c in checkpoints for row in self.index.pages_of(c).tolist()}

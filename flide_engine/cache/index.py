@@ -89,13 +89,17 @@ class Freed:
 
 
 class PrefixIndex:
-    """Checkpoints by tenant and tokens. One thread uses it; nothing here locks."""
+    """Checkpoints by tenant and tokens. One thread uses it; nothing here locks.
+
+    grains: distinct ones that its checkpoints consist of.
+    """
 
     def __init__(self, slot_pages: int = SLOT_PAGES) -> None:
         """slot_pages: memory of a slot over that of a page, for what a checkpoint is worth."""
         self._slot_pages = slot_pages
         self._roots: dict[str, _Grain] = {}
         self._checkpoints: dict[int, Checkpoint] = {}  # by slot
+        self.grains = 0
 
     def __len__(self) -> int:
         return len(self._checkpoints)
@@ -151,6 +155,7 @@ class PrefixIndex:
                 child = at.children[keys[i]] = _Grain(at, keys[i], text, int(page))
                 taken.append(int(page))
             at = child
+        self.grains += len(taken)
         if at.checkpoint is not None:
             at.checkpoint.used = now
             at.checkpoint.keep_for(name, anchor)
@@ -198,6 +203,7 @@ class PrefixIndex:
             pages.append(at.page)
             del at.parent.children[at.key]
             at = at.parent
+        self.grains -= len(pages)
         if at.parent is None and not at.children:
             del self._roots[checkpoint.tenant]
         return Freed(np.array(pages, np.int32), np.array([checkpoint.slot], np.int32))

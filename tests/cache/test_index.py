@@ -95,7 +95,7 @@ class IndexMachine(RuleBasedStateMachine):
         """Held pages are exactly the distinct grains of the checkpoints' prefixes."""
         assert len(self.index) == len(self.held)
         needed = {(who, has[: i + 1]) for who, has in self.held for i in range(len(has))}
-        assert len(self.pages) == len(needed)
+        assert len(self.pages) == self.index.grains == len(needed)
         for (_, has), checkpoint in self.held.items():
             pages = self.index.pages_of(checkpoint)
             assert set(pages.tolist()) <= set(self.pages)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from flide_engine.cache.index import grain_keys
 from flide_engine.cache.marks import MarkPolicy
@@ -123,11 +124,37 @@ def test_nothing_wrong_is_served_and_the_counts_balance(tmp_path: Path) -> None:
         tokens = texts[agent][: 64 * GRAINS * (1 + done[agent])]
         resumed += machine.run(machine.ask(tokens, f"agent {agent}"))
         machine.checkpoints.copy_some(1 << 20)
+    assert machine.checkpoints.counters.recomputed > 0
     assert resumed > 0.5 * sum(64 * GRAINS * (1 + d) for n in done for d in range(n))
+    check_accounting(machine)
     machine.checkpoints.drop_all()
     machine.tiers.close()
+    check_accounting(machine)
     assert machine.pool.free == machine.pool.units
     assert machine.tiers.host.bytes_held == 0
+    assert machine.checkpoints.distinct_tokens()["device"] == 0
+
+
+def check_accounting(machine: Machine) -> None:
+    """What is told of a tier is what its checkpoints come to, each grain once."""
+    machine.tiers.settle(copies=True, writes=True)
+    sizes = machine.pool.accounting().by_kind() | machine.tiers.sizes()
+    tokens = machine.checkpoints.distinct_tokens()
+    for tier, index in (
+        ("device", machine.checkpoints.index),
+        ("host", machine.tiers.host.index),
+    ):
+        grains = {key for c in index for key in index.keys_of(c)}
+        assert tokens[tier] == 64 * len(grains)
+        assert sizes[tier, "page"][0] == 4096 * len(grains)
+        assert sizes[tier, "slot"][0] == 4096 * len(index) * machine.pool.slot_units
+    total = machine.pool.units * 4096
+    assert sum(total for (tier, _), (_, total) in sizes.items() if tier == "device") == total
+    disk = machine.tiers.disk
+    assert disk is not None
+    assert sizes["disk", "file"][0] == sum(p.stat().st_size for p in disk._folder.iterdir())
+    files = [load_file(path)["tokens"] for path in disk._folder.iterdir()]
+    assert tokens["disk"] == sum(map(len, files)) > 0
 
 
 @pytest.mark.parametrize("seed", range(6))

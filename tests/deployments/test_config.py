@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from deployments.config import AppArgs
+from flide_engine.config import EngineConfig
 
 KEY = hashlib.sha256(b"k").hexdigest()
 
@@ -40,3 +41,13 @@ def test_what_cannot_be_meant_is_refused(options: dict[str, object], message: st
     """At start, naming the option."""
     with pytest.raises(ValidationError, match=message):
         AppArgs.model_validate(options)
+
+
+def test_a_replica_takes_its_part_of_a_card() -> None:
+    """A fraction of a GPU is as much of its memory, unless the operator says how much."""
+    assert AppArgs().engine_options(0.25)["device_share"] == 0.25
+    for gpus in (0.0, 1.0, 2.0):
+        assert AppArgs().engine_options(gpus)["device_share"] == 1.0
+    args = AppArgs.model_validate({"device_share": 0.4, "gpus_per_replica": 0.5})
+    assert args.engine_options(0.5)["device_share"] == 0.4
+    assert EngineConfig.model_validate(args.engine_options(0.5)) == args.engine

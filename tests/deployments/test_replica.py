@@ -56,6 +56,12 @@ class FakeEngine:
     def accounting(self) -> Accounting:
         return Accounting(150, 40, 10)
 
+    def tier_bytes(self) -> dict[tuple[str, str], tuple[int, int]]:
+        return {**self.accounting().by_kind(), ("host", "any"): (3, 8)}
+
+    def distinct_tokens(self) -> dict[str, int]:
+        return {"device": 640}
+
     def checkpoint_counts(self) -> dict[str, int]:
         return {"device": 2}
 

@@ -79,6 +79,8 @@ def test_a_growing_history_computes_what_is_new(engine: Engine, plain: Engine) -
     assert counters.reused > 0.8 * counters.asked
     # a step computes what is new, its questions, and at most a grain and the unsettled tokens
     assert counters.computed < final + len(LINES) * (64 + 8 + 40)
+    assert counters.recomputed == 0
+    assert final - 256 < engine.distinct_tokens()["device"] <= final
 
 
 def test_a_rewritten_tail_resumes_before_it(engine: Engine, plain: Engine) -> None:
@@ -143,7 +145,7 @@ def test_a_pool_too_small_for_all_checkpoints(plain: Engine) -> None:
     """Old ones go, answers stay, and the pool balances."""
     config = EngineConfig(
         max_round_tokens=1024, max_prompt_tokens=4096, max_request_tokens=8192,
-        pool_bytes=40_000_000,
+        pool_bytes=12_000_000,
     )  # fmt: skip
     engine = Engine(config)
     try:
@@ -153,6 +155,10 @@ def test_a_pool_too_small_for_all_checkpoints(plain: Engine) -> None:
                 same(engine.decide(ask(state, NOUL)), plain.decide(ask(state, NOUL)))
         held = engine.accounting()
         assert 0 < held.slot_bytes_held < held.bytes_total
+        # with little memory most of a state that comes again is computed again
+        counters = engine.counters()
+        assert counters.recomputed > 0.3 * counters.computed
+        assert counters.recomputed + counters.reused < counters.asked
         engine.drop_checkpoints()
         assert engine.accounting().page_bytes_held == engine.accounting().slot_bytes_held == 0
     finally:
