@@ -97,6 +97,11 @@ class EngineConfig(BaseModel):
         description="Folder in which checkpoints outlive the process; needs host_bytes.",
     )
     disk_bytes: int = Field(64 << 30, gt=0, description="Bytes of all files in disk_folder.")
+    tier_state_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Type of recurrent states in host memory and on disk; bfloat16 halves them and"
+        " is not exact (docs/checkpoints.md).",
+    )
     option_cache_entries: int = Field(
         65536, ge=0, description="Option vectors kept across requests (option-vector families)."
     )

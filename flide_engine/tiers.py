@@ -64,11 +64,16 @@ class Tiers:
             if config.disk_folder:
                 raise ConfigError("disk_folder needs host_bytes: files are written from there")
             return None
-        disk = None
+        disk, rounded = None, config.tier_state_dtype == "bfloat16"
         if config.disk_folder:
-            layout = json.dumps({**asdict(pool.shape), "dtype": str(pool.dtype)}, sort_keys=True)
-            disk = DiskTier(config.disk_folder, config.disk_bytes, weights, layout, clock)
-        return cls(HostTier(pool, config.host_bytes, clock), disk)
+            layout = {**asdict(pool.shape), "dtype": str(pool.dtype)}
+            if rounded:
+                layout["states"] = config.tier_state_dtype
+            disk = DiskTier(
+                config.disk_folder, config.disk_bytes, weights,
+                json.dumps(layout, sort_keys=True), clock,
+            )  # fmt: skip
+        return cls(HostTier(pool, config.host_bytes, clock, rounded), disk)
 
     def copy(
         self, checkpoint: Checkpoint, tokens: Ints, keys: Sequence[bytes], pool: Pool, pages: Ints,
@@ -109,7 +114,9 @@ class Tiers:
         def copies() -> None:
             here = np.arange(first, len(loaded.pages), dtype=np.int32)
             move_rows(pool.rows, places, loaded.pages, here)
-            pool.slot_bytes(slot).copy_(loaded.state, non_blocking=True)
+            self.host.format.unpack(
+                pool.slot_bytes(slot), lambda kept: kept.copy_(loaded.state, non_blocking=True)
+            )
 
         return pool.beside.run(copies)
 
@@ -177,7 +184,7 @@ class Tiers:
         """(held, total) bytes by tier and kind, as `Accounting.by_kind`. Any thread may ask."""
         found = self.host.by_kind()
         if self.disk is not None:
-            found["disk", "file"] = self.disk.bytes_held, self.disk.bytes_total
+            found["disk", "file"] = self.disk.bytes_held, self.disk.budget
         return found
 
     def match(self, tenant: str, tokens: Ints, keys: Sequence[bytes], limit: int) -> Match:

@@ -37,6 +37,7 @@ ONLY = {
         "flide_engine/cache/beside.py",
         "flide_engine/cache/pool.py",
         "flide_engine/cache/rows.py",
+        "flide_engine/cache/state_format.py",
         "flide_engine/cache/transfer.py",
         "flide_engine/cache/host.py",
         "flide_engine/cache/disk.py",

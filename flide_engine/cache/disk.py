@@ -47,8 +47,8 @@ class File(Named):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint from disk: tokens [position], pages [position / 64, bytes], state [bytes], and
-    for whom it is kept.
+    """A checkpoint from disk: tokens [position], pages [position / 64, bytes], state [bytes] as it
+    is kept (StateFormat), and for whom it is kept.
     """
 
     tokens: Ints
@@ -91,11 +91,6 @@ class DiskTier:
         """Bytes of all files."""
         with self._lock:
             return sum(f.size for f in self._files.values())
-
-    @property
-    def bytes_total(self) -> int:
-        """Most bytes that files may have."""
-        return self._budget
 
     @property
     def distinct_tokens(self) -> int:

@@ -16,6 +16,7 @@ from flide_engine.cache.beside import AtOnce, Event
 from flide_engine.cache.index import Checkpoint, Match, PrefixIndex
 from flide_engine.cache.pool import Pool
 from flide_engine.cache.rows import collect, move_rows, spread
+from flide_engine.cache.state_format import StateFormat
 from flide_engine.config import GRAIN
 from flide_engine.errors import ConfigError, PoolExhausted
 from flide_engine.layout.plan import Ints
@@ -24,7 +25,7 @@ from flide_engine.layout.plan import Ints
 @dataclass(frozen=True)
 class Copied:
     """A checkpoint's bytes on the host: pages [n, bytes] of its prefix from some grain on, and its
-    state [bytes], both uint8.
+    state [bytes] as it is kept, both uint8.
     """
 
     pages: Tensor
@@ -34,15 +35,18 @@ class Copied:
 class HostTier:
     """Checkpoints copied off the device. One thread uses it; nothing here locks."""
 
-    def __init__(self, pool: Pool, budget: int, clock: Callable[[], float]) -> None:
-        """pool: of the device, whose rows these follow. budget: bytes, allocated at once.
+    def __init__(
+        self, pool: Pool, budget: int, clock: Callable[[], float], rounded: bool = False
+    ) -> None:
+        """pool: of the device, whose rows these follow. budget: bytes, allocated at once. rounded:
+        see StateFormat.
 
         Raises ConfigError if it holds no state with one page.
         """
         size = pool.dtype.itemsize
-        self._page, self._state = pool.shape.page_bytes(size), pool.shape.slot_bytes(size)
-        self._row = pool.shape.unit_bytes(size)
-        self._state_rows = -(-self._state // self._row)
+        self.format = StateFormat(pool.shape, size, rounded)
+        self._page, self._row = pool.shape.page_bytes(size), pool.shape.unit_bytes(size)
+        self._state_rows = -(-self.format.size // self._row)
         count = budget // self._row
         if count < self._state_rows + 1:
             raise ConfigError(
@@ -115,7 +119,7 @@ class HostTier:
 
         def copies() -> None:
             move_rows(self._rows, of_pages, pool.rows, places)
-            spread(pool.slot_bytes(slot), self._rows, of_state)
+            spread(self.format.pack(pool.slot_bytes(slot)), self._rows, of_state)
 
         event = pool.beside.run(copies)
         number, self._next = self._next, self._next + 1
@@ -137,7 +141,9 @@ class HostTier:
 
         def copies() -> None:
             move_rows(pool.rows, places, self._rows, of_pages[first:])
-            collect(pool.slot_bytes(slot), self._rows, of_state)
+            self.format.unpack(
+                pool.slot_bytes(slot), lambda kept: collect(kept, self._rows, of_state)
+            )
 
         return pool.beside.run(copies)
 
@@ -148,7 +154,7 @@ class HostTier:
     def read(self, pages: Ints, state: Ints) -> Copied:
         """What some rows hold. Any thread may ask while the checkpoint is locked."""
         rows = self._rows[torch.from_numpy(pages.astype(np.int64))]
-        held = torch.empty(self._state, dtype=torch.uint8)
+        held = torch.empty(self.format.size, dtype=torch.uint8)
         collect(held, self._rows, state)
         return Copied(rows[:, : self._page], held)
 

@@ -84,6 +84,33 @@ def test_a_copy_holds_what_it_was_made_of_and_shares_what_it_can() -> None:
     assert again[0] is longer
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rounded_states_take_half_and_round_once(dtype: torch.dtype) -> None:
+    """Recurrent states come back as the nearest bfloat16, convolution rows and pages as they were;
+    a second way there and back changes nothing.
+    """
+    pool = full_pool(dtype)
+    pool.tensors.recurrent_state.normal_(std=30.0)
+    want = pool.tensors.recurrent_state[:, 2].clone()
+    conv, keys = pool.tensors.conv_state[:, 2].clone(), pool.page_bytes(np.array([5], np.int32))
+    host = HostTier(pool, 1 << 20, iter(range(10**6)).__next__, rounded=True)
+    states = want.numel() * 4
+    assert host.format.size == SHAPE.slot_bytes(dtype.itemsize) - states // 2
+    pages = np.array([5], np.int32)
+    for seed, (slot, back) in enumerate(((2, 3), (3, 1))):
+        tokens = text(1, seed)
+        stored = host.store("t", "", tokens, grain_keys(tokens), pool, pages, slot)
+        assert stored is not None
+        pool.slot_bytes(back).fill_(255)
+        host.restore(stored[0], 0, pool, np.array([6], np.int32), back)
+        assert torch.equal(pool.tensors.recurrent_state[:, back], want.bfloat16().float())
+        assert not torch.equal(pool.tensors.recurrent_state[:, back], want)
+        assert same_bits(pool.tensors.conv_state[:, back], conv)
+        assert torch.equal(pool.page_bytes(np.array([6], np.int32)), keys)
+        copied = host.read(*host.rows_of(stored[0]))
+        assert len(copied.state) == host.format.size
+
+
 def test_a_full_host_gives_up_what_is_not_locked() -> None:
     """The old one goes; with everything locked the new one is not taken."""
     pool = full_pool()

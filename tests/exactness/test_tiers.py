@@ -168,6 +168,45 @@ def test_an_anchor_stays_with_its_state(checkpoint: Path, tmp_path: Path) -> Non
     second.close()
 
 
+def test_rounded_states_answer_almost_alike_and_keep_to_their_own_files(
+    checkpoint: Path, plain: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """bfloat16 beyond the device: off by default, near, not exact; files of one kind are foreign
+    to an engine of the other.
+    """
+    assert EngineConfig().tier_state_dtype == "float32"
+    rounded = {"disk_folder": tmp_path, "tier_state_dtype": "bfloat16"}
+    first, request = Engine(config(checkpoint, **rounded)), ask(1, 60)
+    try:
+        probability(first, ask(1, 50), name="agent-1")
+        only_on_the_host(first)
+        got, want = probability(first, request), probability(plain, request)
+        assert first.counters().from_host > 0
+        assert got != want
+        assert got == pytest.approx(want, abs=0.01)
+        settled(first)
+    finally:
+        first.close()
+    caplog.clear()
+    exact = Engine(config(checkpoint, disk_folder=tmp_path))
+    try:
+        assert "its layout differ" in caplog.text
+        assert probability(exact, request) == pytest.approx(want, abs=1e-6)
+        assert exact.counters().from_disk == 0
+        settled(exact)
+    finally:
+        exact.close()
+    again = Engine(config(checkpoint, **rounded))
+    try:
+        assert again.distinct_tokens()["disk"] > 0
+        assert probability(again, ask(1, 65)) == pytest.approx(
+            probability(plain, ask(1, 65)), abs=0.01
+        )
+        assert again.counters().from_disk > 0
+    finally:
+        again.close()
+
+
 def test_forgetting_a_state_removes_every_copy(checkpoint: Path, tmp_path: Path) -> None:
     """Device, host and files."""
     engine = Engine(config(checkpoint, disk_folder=tmp_path))
