@@ -28,6 +28,7 @@ ONLY = {
         "router/suspects.py",
         "deployments/",
         "loadtest/handles.py",
+        "benchmarks/fleet/",
     ),
     "triton": ("flide_engine/kernels/",),
     "fla": ("flide_engine/kernels/",),

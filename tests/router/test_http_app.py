@@ -90,6 +90,7 @@ def test_a_request_is_answered(stub: Stub) -> None:
         "usage": {"input_tokens": 1, "output_tokens": 1, "x_reused_tokens": 0},
         "answers": {"q": {"type": "noul", "noul": 0.5}},
         "x_timing": {},
+        "x_fingerprint": "",
     }
     assert len(answer.headers["x-typesafe-request-id"]) == 32
 
