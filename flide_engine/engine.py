@@ -25,7 +25,6 @@ from flide_engine.cache.pool import Accounting, Pool
 from flide_engine.checkpoints import Checkpoints, Counters
 from flide_engine.config import EngineConfig
 from flide_engine.errors import (
-    ConfigError,
     DeadlineExceeded,
     Fault,
     InvalidRequest,
@@ -44,6 +43,7 @@ from flide_engine.memory import Card, plan_memory
 from flide_engine.models.registry import load_model
 from flide_engine.models.weights import weights_hash
 from flide_engine.resolve import (
+    check_fit,
     locate,
     resolve_device,
     resolve_dtype,
@@ -84,7 +84,7 @@ class Engine:
         self._family, vocab = load_family(
             folder, name, self.weights_hash, config.option_cache_entries
         )
-        self._check(model.vocab_size, vocab, model.max_positions)
+        check_fit(config, model.vocab_size, vocab, model.max_positions)
         memory = plan_memory(config, model.state_shape, dtype, Card.of(device))
         log.info("memory: %s", memory)
         pool = Pool(model.state_shape, memory.units, dtype, device)
@@ -379,17 +379,6 @@ class Engine:
             return
         if work.future.set_running_or_notify_cancel():
             work.future.set_result(response)
-
-    def _check(self, rows: int, vocab: int, positions: int) -> None:
-        if vocab > rows:
-            raise ConfigError(
-                f"the tokenizer has ids up to {vocab - 1}, the model {rows} embedding rows"
-            )
-        if self.config.max_prompt_tokens > positions:
-            raise ConfigError(
-                f"max_prompt_tokens {self.config.max_prompt_tokens} exceeds the model's"
-                f" max_position_embeddings {positions}"
-            )
 
 
 def parse_request(request: DecisionRequest | dict[str, Any]) -> DecisionRequest:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from flide_engine.config import EngineConfig
 from flide_engine.errors import ConfigError
 from flide_engine.kernels import REFERENCE, Kernels
 from flide_engine.models.nano import NAME as NANO
@@ -81,6 +82,21 @@ def resolve_kernels(kernels: str, device: torch.device, deterministic: bool = Fa
     from flide_engine.kernels.triton_kernels import TRITON, deterministic_kernels
 
     return deterministic_kernels() if deterministic else TRITON
+
+
+def check_fit(config: EngineConfig, rows: int, vocab: int, positions: int) -> None:
+    """Raises ConfigError if a model is too small for its tokenizer of `vocab` ids, or for prompts
+    as long as they may be. rows: of its embedding; positions: that it can tell apart.
+    """
+    if vocab > rows:
+        raise ConfigError(
+            f"the tokenizer has ids up to {vocab - 1}, the model {rows} embedding rows"
+        )
+    if config.max_prompt_tokens > positions:
+        raise ConfigError(
+            f"max_prompt_tokens {config.max_prompt_tokens} exceeds the model's"
+            f" max_position_embeddings {positions}"
+        )
 
 
 SMALL_HIDDEN = 512
