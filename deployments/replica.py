@@ -13,10 +13,10 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from deployments.demand import Demand
-from deployments.drain import Calls, Leaving, leave, take_over
+from deployments.drain import Calls, Leaving, Pace, leave, take_over
 from deployments.metrics import ReplicaMetrics
 from deployments.siblings import Siblings
-from deployments.state_calls import perform
+from deployments.state_calls import bring_home, perform
 from flide_engine.api import DecisionRequest, DecisionResponse
 from flide_engine.config import EngineConfig
 from flide_engine.errors import FlideError, NotReady
@@ -52,6 +52,7 @@ class EngineReplica:
         self._fingerprint = fingerprint_of(self._engine)
         self._engine.fingerprint = self._fingerprint.text
         self._siblings: Siblings | None = None
+        self._pace: Pace | None = None
         self._id, self._receiver, self._demand = _own_id(), Receiver(), Demand()
         self._metrics = ReplicaMetrics(tenant_names or {})
         self._answered = 0
@@ -164,7 +165,28 @@ class EngineReplica:
 
     async def on_states(self, call: StateCall) -> Told:
         """An operation on a tenant's states; every replica is asked."""
-        return await asyncio.to_thread(perform, self._engine, call, self._id)
+        told = await asyncio.to_thread(perform, self._engine, call, self._id)
+        if call.operation == "branch" and told.tokens and self._leaving.handover != "never":
+            await self._bring_home(call, told.tokens)
+        return told
+
+    async def owner(self, route: object = None, anchor: object = None, home: str = "") -> str:
+        """The id of this replica: a router of ours calls it on the one that a state belongs to.
+
+        route, anchor, home: as in `decide`.
+        """
+        return self._id
+
+    async def _bring_home(self, call: StateCall, tokens: int) -> None:
+        """A branch may belong to another replica: that one gets its checkpoint."""
+        try:
+            if self._id:
+                siblings = await self._own_siblings()
+                self._pace = self._pace or Pace(self._leaving.handover, self._load().tokens_per_ms)
+                end = await bring_home(self._engine, call, tokens, siblings, self._pace, self._id)
+                self._metrics.handed_over("given", end)
+        except Exception:
+            log.exception("a branch is not handed to its home, which will compute its state anew")
 
     async def adopt(
         self,
@@ -230,10 +252,13 @@ class EngineReplica:
             raise NotReady("the engine's thread has stopped")
         if not self._fingerprint.strict or not self._id:
             return
+        if reason := (await self._own_siblings()).against_me():
+            raise NotReady(f"deterministic=True, and {reason}")
+
+    async def _own_siblings(self) -> Siblings:
         if self._siblings is None:
             self._siblings = await asyncio.to_thread(Siblings)
-        if reason := self._siblings.against_me():
-            raise NotReady(f"deterministic=True, and {reason}")
+        return self._siblings
 
     def __del__(self) -> Coroutine[Any, Any, None] | None:
         """Called by Serve, which awaits the result, when this replica is to go and has nothing in

@@ -1,11 +1,19 @@
 """Operations on states, on the engine of one replica."""
 
+import asyncio
+import time
 from typing import TYPE_CHECKING
 
+from deployments.drain import BYTES_PER_TOKEN, Pace, give_to, hand_over
+from deployments.siblings import Siblings
+from router.routing_key import anchor_key
 from router.states import StateCall, Told, grouped
 
 if TYPE_CHECKING:
     from flide_engine.engine import Engine
+
+HOME_WITHIN_S = 5.0
+"""How long a branch may take to get to the replica that it belongs to."""
 
 
 def perform(engine: "Engine", call: StateCall, replica: str) -> Told:
@@ -16,8 +24,10 @@ def perform(engine: "Engine", call: StateCall, replica: str) -> Told:
     tenant, name = call.tenant, call.id
     if call.operation == "list":
         states = grouped(engine.states(tenant), replica)
-        some = [s for s in states if call.after is None or s.id > call.after]
-        return Told(replica, tuple(some[: call.limit]))
+        some = [s for s in states if call.after is None or s.id > call.after][: call.limit]
+        for state in some:  # a long trajectory has hundreds, and a gRPC message 4 MB at most
+            state.steps = {max(state.steps): state.whole()}
+        return Told(replica, tuple(some))
     copies = engine.states(tenant, name)
     found = len(copies)
     if not copies or call.operation == "inspect":
@@ -40,3 +50,30 @@ def perform(engine: "Engine", call: StateCall, replica: str) -> Told:
         tokens=max((copy.tokens for copy in rest), default=0),
         left=sum(copy.tokens > beyond for copy in rest),
     )
+
+
+async def bring_home(
+    engine: "Engine", call: StateCall, tokens: int, siblings: Siblings, pace: Pace, replica: str
+) -> str:
+    """Hands a branch of so many tokens to the replica that will be asked about it: how that ended,
+    as in `deployments.drain.hand_over`, or "home" if that is this one.
+
+    replica: this one's id. Raises TimeoutError, and what a handle raises.
+    """
+    deadline = time.monotonic() + HOME_WITHIN_S
+    route = tuple(anchor_key(call.anchor, call.tenant, int(BYTES_PER_TOKEN * tokens)))
+    if not await siblings.exist(HOME_WITHIN_S):
+        return "failed"
+    asked = siblings.handle.owner.remote(route=route)
+    if await asyncio.wait_for(asked, deadline - time.monotonic()) == replica:
+        return "home"
+    branches = [
+        leaf
+        for leaf in await asyncio.to_thread(engine.leaves)
+        if (leaf.tenant, leaf.name, leaf.tokens) == (call.tenant, call.new, tokens)
+    ]
+    if not branches:
+        return "gone"
+    give = give_to(siblings, engine.weights_hash)
+    (end,) = await hand_over(engine, branches, give, pace, deadline)
+    return end

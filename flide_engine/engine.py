@@ -53,7 +53,8 @@ from flide_engine.resolve import (
 )
 from flide_engine.runner import Runner
 from flide_engine.scheduler import Scheduler
-from flide_engine.states import Leaf, StateInfo, States
+from flide_engine.state_operations import StateOperations
+from flide_engine.states import States
 from flide_engine.tiers import Tiers
 from flide_engine.work import RequestWork
 
@@ -63,7 +64,7 @@ ALIASES = ("jev-latest",)
 """Model names that every client sends and that mean whatever is served."""
 
 
-class Engine:
+class Engine(StateOperations):
     """Decisions by one model on one device. Thread-safe."""
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -202,76 +203,6 @@ class Engine:
     def checkpoint_counts(self) -> dict[str, int]:
         """How many checkpoints each tier holds."""
         return self._checkpoints.counts()
-
-    def states(self, tenant: str | None = "", name: str = "") -> list[StateInfo]:
-        """What is remembered of a tenant's states, of one name or of all, longest first.
-
-        tenant: None for every one's. name: here and below also the anchor of a state without one.
-        """
-        found: list[StateInfo] = self._loop.call(lambda: self._states.describe(tenant, name))
-        return found
-
-    def pin(self, name: str, tenant: str = "", pinned: bool = True) -> int:
-        """Keeps a named state from eviction on every tier, or no longer: how many copies.
-
-        Raises TooMuchPinned.
-        """
-        return int(self._loop.call(lambda: self._states.pin(tenant, name, pinned)))
-
-    def snapshot(self, name: str, tenant: str = "") -> int:
-        """Keeps the longest checkpoint of a named state from eviction: its tokens, 0 if there is
-        none; `rollback` and `branch` take them. Raises TooMuchPinned.
-        """
-        return int(self._loop.call(lambda: self._states.snapshot(tenant, name)))
-
-    def rollback(self, name: str, tokens: int, tenant: str = "") -> int:
-        """Forgets what a named state was after `tokens`, on every tier: how many copies.
-
-        The next request that begins alike resumes from what is left.
-        """
-        return int(self._loop.call(lambda: self._states.forget(tenant, name, tokens)))
-
-    def branch(
-        self, name: str, new: str, tokens: int = 1 << 62, tenant: str = "", anchor: str = ""
-    ) -> int:
-        """Keeps a named state as it was after at most `tokens` for a second trajectory: the tokens
-        that both begin with, 0 if nothing is remembered. Either may be forgotten without the other.
-
-        anchor: what the second one is routed on. Raises TooManyBranches.
-        """
-        return int(self._loop.call(lambda: self._states.branch(tenant, name, new, tokens, anchor)))
-
-    def forget(self, name: str, tenant: str = "") -> int:
-        """Drops a named state on every tier, but for what requests are using and other names are
-        kept for: how many copies.
-        """
-        return int(self._loop.call(lambda: self._states.forget(tenant, name)))
-
-    def export_state(self, name: str = "", tenant: str = "") -> list[bytes]:
-        """A tenant's checkpoints, of one name or of all, for another process with these weights."""
-        found: list[bytes] = self._loop.call(
-            lambda: self._states.export(tenant, name, self.weights_hash)
-        )
-        return found
-
-    def import_state(self, data: bytes) -> int:
-        """Takes in an exported checkpoint: its tokens, or 0 if it was known.
-
-        Raises CheckpointRefused, and PoolExhausted if no room can be made for it.
-        """
-        parcel = self._states.read(data, self.weights_hash)  # here, as it holds up no round
-        return int(self._loop.call(lambda: self._states.adopt(parcel)))
-
-    def leaves(self) -> list[Leaf]:
-        """What another engine needs to go on with every state, the last used first."""
-        found: list[Leaf] = self._loop.call(self._states.leaves)
-        return found
-
-    def export_leaf(self, leaf: Leaf) -> bytes | None:
-        """One of `leaves` for `import_state` elsewhere; None if it was evicted meanwhile."""
-        return self._loop.call(  # type: ignore[no-any-return]
-            lambda: self._states.export_leaf(leaf, self.weights_hash)
-        )
 
     def drop_checkpoints(self) -> None:
         """Forgets every checkpoint that no request is using."""

@@ -3,6 +3,7 @@
 Only the engine's thread uses it.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,6 +18,8 @@ from flide_engine.checkpoints import Checkpoints
 from flide_engine.config import GRAIN
 from flide_engine.errors import TooManyBranches, TooMuchPinned
 from flide_engine.tiers import Tiers
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class StateInfo:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A checkpoint that another engine needs to go on: no longer one continues it, or it is pinned.
+    """A checkpoint that another engine needs to go on with a state: no longer one continues it, it
+    is the state's longest (a branch that the first state has outgrown), or it is pinned.
 
     bytes: of its whole prefix and its slot.
     """
@@ -72,27 +76,43 @@ class States:
 
     def export(self, tenant: str, name: str, weights: str) -> list[bytes]:
         """A tenant's checkpoints as bytes, of one name or of all, longest first."""
-        return [self._packed(c, weights) for c in self.of(tenant, name)]
+        return [
+            self._packed(c, known_as, anchor, weights)
+            for c in self.of(tenant, name)
+            for known_as, anchor in c.names()
+            if name in ("", known_as or anchor)
+        ]
 
     def leaves(self) -> list[Leaf]:
-        """What to hand over for every state of every tenant, the last used first."""
+        """What to hand over for every state of every tenant, the last used first.
+
+        A checkpoint with several names is told once for each: they may go to different engines.
+        """
         page = self._pool.shape.page_bytes(self._pool.dtype.itemsize)
         slot = self._pool.shape.slot_bytes(self._pool.dtype.itemsize)
-        found = [c for c in self._index if c.pinned or not self._index.is_continued(c)]
-        found.sort(key=lambda c: -c.used)
+        every = [(c, name, anchor) for c in self._index for name, anchor in c.names()]
+        longest: dict[tuple[str, str], int] = {}
+        for c, name, anchor in every:
+            state = c.tenant, name or anchor
+            longest[state] = max(c.position, longest.get(state, 0))
         return [
-            Leaf(c.tenant, c.name, c.anchor, c.position, slot + page * c.position // GRAIN, c)
-            for c in found
+            Leaf(c.tenant, name, anchor, c.position, slot + page * c.position // GRAIN, c)
+            for c, name, anchor in sorted(every, key=lambda found: -found[0].used)
+            if c.pinned
+            or not self._index.is_continued(c)
+            or c.position == longest[c.tenant, name or anchor]
         ]
 
     def export_leaf(self, leaf: Leaf, weights: str) -> bytes | None:
         """A checkpoint as bytes; None if it was evicted since it was listed."""
-        return self._packed(leaf.checkpoint, weights) if leaf.checkpoint in self._index else None
+        if leaf.checkpoint not in self._index:
+            return None
+        return self._packed(leaf.checkpoint, leaf.name, leaf.anchor, weights)
 
-    def _packed(self, c: Checkpoint, weights: str) -> bytes:
+    def _packed(self, c: Checkpoint, name: str, anchor: str, weights: str) -> bytes:
         return take_out(
-            self._pool, c.tenant, c.name, self._index.tokens_of(c), self._index.pages_of(c),
-            c.slot, weights, c.anchor, c.pinned, self._clock() - c.used,
+            self._pool, c.tenant, name, self._index.tokens_of(c), self._index.pages_of(c),
+            c.slot, weights, anchor, c.pinned, self._clock() - c.used,
         )  # fmt: skip
 
     def read(self, data: bytes, weights: str) -> Parcel:
@@ -107,6 +127,8 @@ class States:
         keys = grain_keys(parcel.tokens)
         match = self._index.match(parcel.tenant, parcel.tokens, keys, parcel.position)
         if match.checkpoint is not None and match.checkpoint.position == parcel.position:
+            match.checkpoint.keep_for(parcel.name, parcel.anchor)
+            self._pin_adopted(match.checkpoint, parcel)
             return 0
         pages, slot = self._kept.take(parcel.position // GRAIN, 1)
         put_in(self._pool, parcel, pages, int(slot[0]))
@@ -115,11 +137,22 @@ class States:
             parcel.tenant, parcel.tokens, keys, pages, int(slot[0]), used,
             parcel.name, parcel.anchor,
         )  # fmt: skip
-        made.pinned = parcel.pinned
+        self._pin_adopted(made, parcel)
         # pages of grains that are known already hold the same: those that came are not needed
         self._pool.pages.release(np.setdiff1d(pages, taken).astype(np.int32))
         self._kept.version += 1
         return parcel.position
+
+    def _pin_adopted(self, checkpoint: Checkpoint, parcel: Parcel) -> None:
+        """Pins what was pinned where it comes from, if as much may be pinned here."""
+        if not parcel.pinned:
+            return
+        try:
+            self._check_share(parcel.name, [(self._index, checkpoint)], [])
+        except TooMuchPinned as error:
+            log.warning("a pin is not taken over: %s", error)
+        else:
+            checkpoint.pinned = True
 
     def of(self, tenant: str | None, name: str = "") -> list[Checkpoint]:
         """A tenant's checkpoints, of one name or of all, longest first.

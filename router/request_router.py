@@ -30,8 +30,8 @@ for _name in (*SHIPPED, "router.boards"):
 KEYED = ("decide", "decide_with_load")
 """Methods of a replica that are about a state, and take `route`, `anchor` and `home`."""
 
-ADOPT = "adopt"
-"""The one that takes over a state from a replica that leaves: for its next owner alone."""
+OWNERS = ("adopt", "owner")
+"""Those that are for whoever a state belongs to, and nobody else: taking it over, and saying so."""
 
 FALLBACKS = 2
 """Replicas tried in order after the chosen one; then whichever has least to do."""
@@ -136,9 +136,9 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
 
     def _ranked(self, request: PendingRequest) -> list[list[RunningReplica]]:
         method, now = request.metadata.call_method, time.monotonic()
-        keyed = method in (*KEYED, ADOPT)
+        keyed = method in (*KEYED, *OWNERS)
         key = key_of_call(request.args, request.kwargs) if keyed else None
-        if key is not None and method == ADOPT:
+        if key is not None and method in OWNERS:
             choice = self._policy.owner(key, now)
         else:
             choice = self._policy.choose(key, now)

@@ -33,12 +33,21 @@ class StateCall:
 @dataclass
 class Step:
     """A position of a state: how often it was resumed from, whether it is kept from eviction, bytes
-    by tier that it adds to the step before it.
+    by tier that it adds to the step before it, and how many checkpoints there are, one a replica.
     """
 
     hits: int = 0
     pinned: bool = False
     bytes: dict[str, int] = field(default_factory=dict)
+    count: int = 0
+
+    def add(self, other: "Step") -> None:
+        """Counts another one's as well."""
+        self.hits += other.hits
+        self.pinned = self.pinned or other.pinned
+        self.count += other.count
+        for tier, size in other.bytes.items():
+            self.bytes[tier] = self.bytes.get(tier, 0) + size
 
 
 @dataclass
@@ -50,20 +59,24 @@ class State:
     steps: dict[int, Step] = field(default_factory=dict)
     replicas: list[str] = field(default_factory=list)
 
+    def whole(self) -> Step:
+        """All its steps as one."""
+        whole = Step()
+        for step in self.steps.values():
+            whole.add(step)
+        return whole
+
     def summary(self) -> dict[str, Any]:
         """As it is listed."""
-        size: dict[str, int] = {}
-        for step in self.steps.values():
-            for tier, count in step.bytes.items():
-                size[tier] = size.get(tier, 0) + count
+        whole = self.whole()
         return {
             "id": self.id,
             "anchor": self.anchor,
             "tokens": max(self.steps, default=0),
-            "checkpoints": len(self.steps),
-            "hits": sum(step.hits for step in self.steps.values()),
-            "pinned": any(step.pinned for step in self.steps.values()),
-            "bytes": size,
+            "checkpoints": whole.count,
+            "hits": whole.hits,
+            "pinned": whole.pinned,
+            "bytes": whole.bytes,
             "replicas": self.replicas,
         }
 
@@ -80,9 +93,10 @@ class State:
 class Told:
     """What one replica says to a call.
 
-    states: for `list` and `inspect`. found: copies of checkpoints that the state had there, in all
-    tiers; changed: those it concerned; tokens: the step it ended at; left: copies that a deletion
-    had to leave, as requests were using them.
+    states: for `inspect`, and for `list`, there with all steps of a state as its last one. found:
+    copies of checkpoints that the state had there, in all tiers; changed: those it concerned;
+    tokens: the step it ended at; left: copies that a deletion had to leave, as requests were using
+    them.
     """
 
     replica: str
@@ -141,7 +155,7 @@ def grouped(copies: Iterable[Copy], replica: str) -> list[State]:
     for copy in copies:
         name = copy.name or copy.anchor
         state = states.setdefault(name, State(name, copy.anchor, replicas=[replica]))
-        step = state.steps.setdefault(copy.tokens, Step())
+        step = state.steps.setdefault(copy.tokens, Step(count=1))
         step.hits = max(step.hits, copy.hits)
         step.pinned = step.pinned or copy.pinned
         step.bytes[copy.tier] = step.bytes.get(copy.tier, 0) + copy.bytes
@@ -155,9 +169,5 @@ def merged(told: Iterable[Told]) -> list[State]:
         whole = states.setdefault(state.id, State(state.id, state.anchor))
         whole.replicas += state.replicas
         for tokens, step in state.steps.items():
-            at = whole.steps.setdefault(tokens, Step())
-            at.hits += step.hits
-            at.pinned = at.pinned or step.pinned
-            for tier, count in step.bytes.items():
-                at.bytes[tier] = at.bytes.get(tier, 0) + count
+            whole.steps.setdefault(tokens, Step()).add(step)
     return sorted(states.values(), key=lambda state: state.id)

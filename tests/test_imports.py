@@ -16,6 +16,7 @@ LEVELS = [
     {"device_plan", "executor", "rounds", "checkpoints"},
     {"runner", "graphs", "states"},
     {"loop"},
+    {"state_operations"},
     {"engine"},
     {"fingerprint"},
 ]

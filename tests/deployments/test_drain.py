@@ -239,3 +239,48 @@ def test_what_is_kept_from_eviction_and_how_long_it_was_unused_go_along() -> Non
     finally:
         engine.close()
         other.close()
+
+
+def test_a_branch_goes_to_its_own_home() -> None:
+    """It is a leaf under its own name, also once the first state has outgrown it; whoever has the
+    checkpoint already learns the name.
+    """
+    engine, other = (Engine(EngineConfig(model="nano", device="cpu")) for _ in range(2))
+    try:
+        text = "A run. " + "it went on and on; " * 60
+        engine.submit(ask(text), name="run", anchor=ANCHOR).result(60)
+        step = engine.branch("run", "twin", anchor="22" * 8)
+        engine.submit(ask(text + "and on; " * 60), name="run", anchor=ANCHOR).result(60)
+        leaves = {leaf.name: leaf for leaf in engine.leaves()}
+        assert (leaves["twin"].tokens, leaves["twin"].anchor) == (step, "22" * 8)
+        assert (leaves["run"].tokens > step, leaves["run"].anchor) == (True, ANCHOR)
+        data = engine.export_leaf(leaves["twin"])
+        assert data is not None
+        assert other.import_state(data) == step
+        assert [(s.name, s.anchor) for s in other.states()] == [("twin", "22" * 8)]
+        engine.branch("twin", "third", anchor="33" * 8)
+        for leaf in engine.leaves():
+            data = engine.export_leaf(leaf)
+            assert data is not None
+            other.import_state(data)
+        assert {s.name for s in other.states() if s.tokens == step} == {"twin", "third"}
+    finally:
+        engine.close()
+        other.close()
+
+
+def test_a_pin_goes_along_as_far_as_there_is_room_for_it() -> None:
+    """What callers may pin is a share of the new owner's pool, too: the rest is kept unpinned."""
+    engine = Engine(EngineConfig(model="nano", device="cpu"))
+    full = Engine(EngineConfig(model="nano", device="cpu", pin_share=0.0))
+    try:
+        engine.submit(ask("A run. " + "it went on and on; " * 60), name="run").result(60)
+        step = engine.snapshot("run")
+        (pinned,) = (leaf for leaf in engine.leaves() if leaf.tokens == step)
+        data = engine.export_leaf(pinned)
+        assert data is not None
+        assert full.import_state(data) == step
+        assert not any(info.pinned for info in full.states())
+    finally:
+        engine.close()
+        full.close()

@@ -22,6 +22,8 @@ from ray._raylet import Config
 
 from deployments.client import DecisionClient
 from flide_engine.errors import InvalidRequest
+from router.ring import Ring
+from router.routing_key import session_entry
 from tests.deployments.conftest import serving
 
 pytestmark = pytest.mark.ray
@@ -227,19 +229,37 @@ def test_states_of_every_replica(fleet: Fleet) -> None:
     step = fleet.http.get(at).json()["steps"][0]["tokens"]
     last = fleet.http.post(f"{at}/snapshot").json()["tokens"]
     assert last == known["states 0"]["tokens"] > step
-    branch = fleet.http.post(f"{at}/branch", json={"name": "branch/0", "tokens": step})
+    # a branch that belongs to another replica than the state it leaves
+    (holder,) = known["states 0"]["replicas"]
+    twin = next(n for n in (f"twin/{i}" for i in range(99)) if home_of(fleet, n) != holder)
+    twin_at = f"/v1/states/{twin.replace('/', '%2F')}"
+    branch = fleet.http.post(f"{at}/branch", json={"name": twin, "tokens": step})
     assert branch.json()["tokens"] == step
+    home = home_of(fleet, twin)
+    assert set(fleet.http.get(twin_at).json()["replicas"]) == {holder, home}
+    before = fleet.counters()[home]["tokens_reused"]
+    other_way = text(1000, "states 0")[:500] + text(300, "another way")
+    assert fleet.who(lambda: fleet.over_http(request(other_way), twin)) == home
+    assert fleet.counters()[home]["tokens_reused"] - before >= step
     back = fleet.http.post(f"{at}/rollback", json={"tokens": step}).json()
     assert (back["tokens"], back["in_use"]) == (step, 0)
     assert fleet.http.delete(at).status_code == 200
     assert fleet.http.get(at).status_code == 404
-    assert fleet.http.get("/v1/states/branch%2F0").json()["tokens"] == step
-    for name in [*names[1:], "branch%2F0"]:
-        deleted = fleet.http.delete(f"/v1/states/{name}")
+    assert step in {s["tokens"] for s in fleet.http.get(twin_at).json()["steps"]}
+    for path in [*(f"/v1/states/{name}" for name in names[1:]), twin_at]:
+        deleted = fleet.http.delete(path)
         assert deleted.json()["copies"] > 0
         assert not deleted.json()["partial"]
     left = fleet.http.get("/v1/states", params={"limit": 1000}).json()["states"]
-    assert not {state["id"] for state in left} & {*names, "branch/0"}
+    assert not {state["id"] for state in left} & {*names, twin}
+
+
+def home_of(fleet: Fleet, session: str) -> str:
+    """The replica that a session id belongs to."""
+    ring = Ring()
+    for replica in fleet.counters():
+        ring.add(replica)
+    return ring.home(session_entry("", session))
 
 
 def test_a_killed_replica_loses_nothing(fleet: Fleet) -> None:

@@ -310,6 +310,7 @@ def test_a_state_that_is_handed_over_goes_to_its_next_owner() -> None:
             assert await chosen(router, adopt) == home
             assert adopt.kwargs["anchor"] == call.kwargs["anchor"]
             assert adopt.kwargs["home"] == home
+            assert await chosen(router, asking([], "owner", route=tuple(key))) == home
             replicas[home].routing_stats = Stats(IDLE, draining=True).encode()
             router.update_replicas(list(replicas.values()))
             again = await chosen(router, asking([None], "adopt", route=tuple(key)))

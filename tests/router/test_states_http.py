@@ -160,6 +160,7 @@ def test_pages_of_a_listing(fleet: Fleet) -> None:
     both = fleet.http("GET", "/v1/states/s2").json()
     assert both["replicas"] == ["r0", "r1"]
     alone = fleet.http("GET", "/v1/states/s3").json()
+    assert both["checkpoints"] == 2 * alone["checkpoints"] == 2 * len(both["steps"])
     assert both["bytes"]["device"] == 2 * alone["bytes"]["device"]
 
 
