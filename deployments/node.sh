@@ -10,6 +10,8 @@ export RAY_SERVE_USE_GRPC_BY_DEFAULT=1
 export RAY_SERVE_HAPROXY_RETRY_ON="conn-failure empty-response"
 # HAProxy can only ask again what it still has in its buffer: bodies up to this many bytes.
 export RAY_SERVE_HAPROXY_TUNE_BUFSIZE=1048576
+# HAProxy that died is started anew after three of these, in seconds; Ray's own are 10.
+export RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S=1
 export RAY_USAGE_STATS_ENABLED=0
 # Each connection is a file; as many as this machine lets a user have.
 ulimit -n "$(ulimit -Hn)"

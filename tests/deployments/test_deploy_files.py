@@ -138,7 +138,8 @@ def test_serve_reads_the_environment_as_it_is_meant() -> None:
 import json
 from ray.serve._private import constants as c
 print(json.dumps([c.RAY_SERVE_ENABLE_HA_PROXY, c.RAY_SERVE_USE_GRPC_BY_DEFAULT,
-    c.RAY_SERVE_HAPROXY_RETRY_ON, c.RAY_SERVE_HAPROXY_TUNE_BUFSIZE]))
+    c.RAY_SERVE_HAPROXY_RETRY_ON, c.RAY_SERVE_HAPROXY_TUNE_BUFSIZE,
+    c.PROXY_HEALTH_CHECK_PERIOD_S]))
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -152,6 +153,7 @@ print(json.dumps([c.RAY_SERVE_ENABLE_HA_PROXY, c.RAY_SERVE_USE_GRPC_BY_DEFAULT,
         True,
         "conn-failure empty-response",
         1048576,
+        1.0,
     ]
     assert exported()[AUTH_MODE_ENV_VAR] == "token"
 

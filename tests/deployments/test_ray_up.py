@@ -2,6 +2,10 @@
 
 import json
 import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +77,55 @@ def wait_for_nodes(laptop: Machine, listing: str, count: int) -> None:
     raise AssertionError(shown)
 
 
+@contextmanager
+def asking(laptop: Machine, addresses: list[str]) -> Iterator["Asking"]:
+    """The official SDK asks the nodes by one name that has all their addresses."""
+    hosts = laptop.folder / "home" / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{a} fleet\n" for a in addresses))
+    laptop.run("mount --bind ~/hosts /etc/hosts")
+    made = Asking(laptop)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+class Asking:
+    """The load while it runs."""
+
+    def __init__(self, laptop: Machine) -> None:
+        self._home = laptop.folder / "home"
+        words = f"{ROOT}/tests/deployments/clients/sdk_load.py http://fleet:8000 count stop"
+        self._thread = ThreadPoolExecutor(1)
+        self._out = self._thread.submit(laptop.run, f"~/.flide/bin/python {words}")
+
+    def wait_for(self, more: int) -> None:
+        """Returns when so many more are answered."""
+        wanted = self.count() + more
+        for _ in range(1200):
+            if self.count() >= wanted:
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"{self.count()} answered, not {wanted}")
+
+    def count(self) -> int:
+        """Answered so far."""
+        path = self._home / "count"
+        return int((path.read_text() if path.exists() else "") or 0)
+
+    def stop(self) -> dict[str, Any]:
+        """Ends it: what came of it."""
+        (self._home / "stop").touch()
+        found: dict[str, Any] = json.loads(self._out.result(60))
+        return found
+
+
 def test_ray_up_then_serve_deploy_is_the_whole_story(tmp_path: Path) -> None:
-    """Two machines by SSH from nothing but the files: one token, both answer, strangers do not."""
+    """Two machines by SSH from nothing but the files: one token, both answer, strangers do not.
+
+    Then HAProxy of one is killed, and the other loses power, while the official SDK asks: with its
+    own retries, and a name with both addresses, it never fails.
+    """
     with laptop_and_machines(tmp_path, 2, SUBNET) as (laptop, *machines):
         for one in (laptop, *machines):
             prepare_environment(one)
@@ -96,3 +147,12 @@ def test_ray_up_then_serve_deploy_is_the_whole_story(tmp_path: Path) -> None:
         refused = laptop.run(f"{joining} 2>&1 || true")
         assert "Resources" not in refused
         assert "token" in refused.lower(), refused
+        with asking(laptop, [f"{SUBNET}.2", f"{SUBNET}.3"]) as load:
+            load.wait_for(50)
+            machines[0].run("kill -9 $(pgrep -x haproxy)")
+            load.wait_for(200)
+            machines[1].kill()
+            load.wait_for(200)
+            told = load.stop()
+        assert told["failed"] == []
+        assert told["spread"] < 1e-5
