@@ -11,8 +11,8 @@ from deployments.replica import EngineReplica
 KILLS = "kills its replica, told in "
 LINGERS = "lingers"
 
-PAUSE_S = 0.25
-"""Before it dies; and for which a state of `LINGERS` keeps one of two threads."""
+DIES_AFTER_S, LINGERS_S = 0.8, 0.25
+"""While which others come to be in the replica; each lingering one keeps one of two threads."""
 
 
 class Mortal(EngineReplica):
@@ -26,11 +26,11 @@ class Mortal(EngineReplica):
 
         def mortal(request: Any) -> Any:
             if isinstance(request.state, str) and request.state.startswith(LINGERS):
-                time.sleep(PAUSE_S)
+                time.sleep(LINGERS_S)
             if isinstance(request.state, str) and request.state.startswith(KILLS):
                 with Path(request.state.removeprefix(KILLS)).open("a") as file:
                     file.write(f"{os.getpid()}\n")
-                time.sleep(PAUSE_S)
+                time.sleep(DIES_AFTER_S)
                 os.kill(os.getpid(), signal.SIGKILL)
             return render(request)
 
