@@ -4,7 +4,7 @@ results.
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -91,10 +91,12 @@ class RoundLoop:
         """Requests in the queue."""
         return len(self._scheduler)
 
-    def retry_after_ms(self) -> int:
-        """When the queue should be empty."""
+    def check_number(self, tenant: str, rendering: Mapping[str, int], most: int) -> None:
+        """Raises Overloaded if one more request of a tenant must not be taken; rendering: those of
+        all tenants that are not in the queue yet.
+        """
         with self._changed:
-            return self._scheduler.retry_after_ms()
+            self._scheduler.check_number(tenant, rendering, most, self._clock())
 
     def load(self) -> Load:
         """What routers and the autoscaler read."""
