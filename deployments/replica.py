@@ -192,13 +192,15 @@ class EngineReplica:
 
     async def counters(self) -> dict[str, Any]:
         """Since the start: requests answered, and tokens asked for, found in checkpoints, computed;
-        beside them this replica's id and process, and how hand-overs to it ended.
+        beside them this replica's id and process, how many requests wait now, and how hand-overs to
+        it ended.
         """
         tokens = self._engine.counters()
         return {
             "replica": self._id,
             "process": os.getpid(),
             "answered": self._answered,
+            "waiting": self._engine.waiting,
             "tokens_asked": tokens.asked,
             "tokens_reused": tokens.reused,
             "tokens_computed": tokens.computed,

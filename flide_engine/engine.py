@@ -177,11 +177,17 @@ class Engine:
             if self._closed:
                 raise NotReady("the engine is closed")
             most = self.config.max_waiting_requests
-            if self._rendering.total() + self._loop.waiting >= most:
+            if self._rendering.total() + self._loop.waiting >= most:  # else it costs no lock
                 self._loop.check_number(tenant, self._rendering, most)
             self._rendering[tenant] += 1
         self._renderers.submit(tenant, partial(self._render, request, asked_as))
         return future
+
+    @property
+    def waiting(self) -> int:
+        """Requests that are rendered, or wait for a round."""
+        with self._lock:
+            return self._rendering.total() + self._loop.waiting
 
     def load(self) -> Load:
         """Predicted wait, pace, and what was refused, now."""

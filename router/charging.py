@@ -119,6 +119,10 @@ class Charges:
         if self._tidying is None or self._tidying.done():
             self._tidying = asyncio.get_running_loop().create_task(self._tidy())
 
+    def held(self) -> dict[str, Amounts]:
+        """What is leased and not used, by tenant and unit."""
+        return {name: dict(purse.held) for name, purse in self._purses.items()}
+
     async def _lease(self, name: str, purse: Purse, needs: Amounts) -> None:
         """Asks the ledger; whoever else lacks something of this tenant waits for the same answer.
 

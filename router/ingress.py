@@ -57,6 +57,10 @@ class Gateway:
         """
         self._keys.reload(user_config.get("api_keys"))
 
+    async def leases(self) -> dict[str, dict[str, float]]:
+        """What this Gateway holds of each tenant's quotas and has not used, by unit."""
+        return self._charges.held()
+
     def __serve_build_asgi_app__(self) -> HttpApp:
         """Called by Serve once the replica is constructed."""
         return HttpApp(_Decider(self), self._limits, self._keys, self._charges)

@@ -183,18 +183,13 @@ class Held:
         patch.setattr(engine._loop._runner, "start", held)
 
 
-def waiting(engine: Engine) -> int:
-    """Requests that wait or are rendered."""
-    return engine._rendering.total() + engine._loop.waiting
-
-
 def settled(engine: Engine, count: int) -> None:
     """Returns when so many requests wait in the queue."""
     for _ in range(1000):
-        if engine._loop.waiting == count and not engine._rendering:
+        if engine._loop.waiting == engine.waiting == count:
             return
         time.sleep(0.005)
-    raise AssertionError(f"{engine._loop.waiting} wait, {engine._rendering} are rendered")
+    raise AssertionError(f"{engine._loop.waiting} wait in the queue, {engine.waiting} in all")
 
 
 def test_the_number_that_waits(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +215,7 @@ def test_the_number_that_waits(checkpoint: Path, monkeypatch: pytest.MonkeyPatch
                 app.engine.submit(asking(), tenant=tenant)
         held.open.set()
         assert all(future.result(20).answers for future in futures)
-        assert waiting(app.engine) == 0
+        assert app.engine.waiting == 0
 
 
 def test_the_tokens_that_wait(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ class FakeEngine:
         self.fails: Exception | None = None
         self.futures: list[Future[DecisionResponse]] = []
         self.answers, self.closed = True, False
+        self.waiting = 0
 
     weights_hash = "w"
 
