@@ -140,6 +140,10 @@ class Scheduler(Generic[W]):
         if id(work) in self._out:
             entry = self._no_longer_out(work)
             self._forecast.finished(entry.ran + entry.running)
+        if not len(self):  # all that is left in these is dead, and holds its request in memory
+            self._deadlines.clear()
+            self._sweep.clear()
+            self._ages.clear()
 
     def observe(self, tokens: int, seconds: float, now: float | None = None) -> None:
         """A round of `tokens` is over, `seconds` after it was begun, at `now`.
