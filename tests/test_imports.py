@@ -30,6 +30,7 @@ ONLY = {
         "deployments/",
         "loadtest/handles.py",
         "benchmarks/fleet/",
+        "benchmarks/app.py",
     ),
     "triton": ("flide_engine/kernels/",),
     "fla": ("flide_engine/kernels/",),
