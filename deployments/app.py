@@ -11,14 +11,27 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.config import (
+    AutoscalingConfig,
+    AutoscalingPolicy,
+    DeploymentActorConfig,
+    RequestRouterConfig,
+)
 
 from deployments.config import AppArgs
 from deployments.drain import Leaving
 from deployments.replica import EngineReplica
 from router.ingress import Gateway
+from router.ledger import ACTOR as LEDGER
+from router.options import HttpLimits
+from router.quota import Ledger
 
 ENGINE, GATEWAY = "Engine", "Gateway"
+
+IN_FLIGHT = 6
+"""Requests that Serve lets a replica have, over `max_waiting_requests`: of a hundred tenants 5.6
+times as many may wait in the engine, which alone refuses. Serve's own queue knows no tenants.
+"""
 
 
 def build(args: AppArgs) -> Application:
@@ -26,9 +39,10 @@ def build(args: AppArgs) -> Application:
     gpus = args.gpus_per_replica
     if gpus is None:
         gpus = 1.0 if ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1 else 0.0
+    in_flight = IN_FLIGHT * args.engine.max_waiting_requests
     engine: Any = serve.deployment(
         name=ENGINE,
-        max_ongoing_requests=8 * args.agents_per_replica,
+        max_ongoing_requests=in_flight,
         health_check_period_s=2,
         graceful_shutdown_timeout_s=args.graceful_shutdown_timeout_s,
         ray_actor_options={
@@ -42,13 +56,29 @@ def build(args: AppArgs) -> Application:
     gateway: Any = serve.deployment(
         name=GATEWAY,
         num_replicas=args.gateway_replicas,
-        max_ongoing_requests=1000,
+        max_ongoing_requests=in_flight * args.most_replicas,
         ray_actor_options={"num_cpus": 0.1},
+        **_keys(args),
     )(Gateway)
     leaving = Leaving(args.handover, args.graceful_shutdown_timeout_s)
     bound = engine.bind(args.engine_options(gpus), args.names_by_key, leaving)
-    app: Application = gateway.bind(bound, args.key_hashes, args.max_body_bytes)
+    limits = HttpLimits(
+        args.max_body_bytes, args.engine.max_decoded_bytes, args.engine.max_timeout_s
+    )
+    app: Application = gateway.bind(
+        bound, limits, args.key_hashes, args.gateway_replicas, bool(args.api_keys)
+    )
     return app
+
+
+def _keys(args: AppArgs) -> dict[str, Any]:
+    """Where the Gateways read API keys, and the actor that holds the fleet to their quotas."""
+    if not args.api_keys:
+        return {}
+    ledger = DeploymentActorConfig(
+        name=LEDGER, actor_class=ray.remote(Ledger), actor_options={"num_cpus": 0}
+    )
+    return {"user_config": {"api_keys": args.api_keys}, "deployment_actors": [ledger]}
 
 
 def _threads(args: AppArgs) -> dict[str, str]:

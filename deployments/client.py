@@ -1,13 +1,12 @@
 """`DecisionClient`: an agent's way to the engine without HTTP. Imports no torch."""
 
-import asyncio
 from typing import Any
 
 from ray import serve
 
 from flide_engine.api import DecisionRequest, DecisionResponse
-from flide_engine.errors import DeadlineExceeded
 from router.asking import ask, ask_within
+from router.options import CallOptions
 
 
 class DecisionClient:
@@ -18,28 +17,28 @@ class DecisionClient:
     connected to the cluster (`ray.init("auto")`).
 
     session_id of a call: names its state, as `X-Session-Id` does over HTTP: at most 256 printable
-    ASCII characters, else InvalidRequest.
+    ASCII characters, else InvalidRequest. batch: it may wait for rounds with room to spare.
     """
 
     def __init__(self, app: str = "default", timeout: float = 10.0) -> None:
-        """app: name of the Serve application. timeout: seconds for a call, its retry included."""
+        """app: name of the Serve application. timeout: seconds for a call, its retry included; at
+        most the engine's `max_timeout_s`.
+        """
         self._handle = serve.get_deployment_handle("Engine", app_name=app).options(
             _by_reference=False
         )
         self._timeout = timeout
 
     def decide(
-        self, request: DecisionRequest | dict[str, Any], session_id: str = ""
+        self, request: DecisionRequest | dict[str, Any], session_id: str = "", batch: bool = False
     ) -> DecisionResponse:
         """The answers, from a process without an event loop. Raises the error tree."""
-        return ask_within(self._handle, request, self._timeout, session_id)
+        options = CallOptions("", session_id, self._timeout, batch)
+        return ask_within(self._handle, request, options)
 
     async def adecide(
-        self, request: DecisionRequest | dict[str, Any], session_id: str = ""
+        self, request: DecisionRequest | dict[str, Any], session_id: str = "", batch: bool = False
     ) -> DecisionResponse:
         """The answers, on an event loop. Raises the error tree; cancelling it cancels the call."""
-        asked = ask(self._handle, request, session_id=session_id)
-        try:
-            return await asyncio.wait_for(asked, self._timeout)
-        except TimeoutError:
-            raise DeadlineExceeded(self._timeout) from None
+        options = CallOptions("", session_id, self._timeout, batch)
+        return await ask(self._handle, request, options)

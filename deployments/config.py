@@ -5,6 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flide_engine.config import EngineConfig
+from router.auth import is_hash
 
 HandOver = Literal["auto", "always", "never"]
 
@@ -83,14 +84,18 @@ class AppArgs(BaseModel):
     max_body_bytes: int = Field(
         3 << 20,
         gt=0,
-        le=(4 << 20) - (64 << 10),
-        description="Largest request body, also when decoded; Serve's own messages end at 4 MiB.",
+        description="Largest request body, as it comes; decoded it is max_decoded_bytes'.",
     )
     api_key_sha256: str = Field(
         "",
-        description="SHA-256 hashes of API keys, in hex, comma separated; empty: no key needed.",
+        description="SHA-256 hashes of API keys, in hex, comma separated; without these and"
+        " api_keys no key is needed.",
     )
-
+    api_keys: str = Field(
+        "",
+        description="File of tenants, with hashes of their keys and quotas, or env:NAME for an"
+        " environment variable with the same text; Gateways read it.",
+    )
     tenant_names: str = Field(
         "",
         description='Names of keys in metrics: name=hash, comma separated; other keys are "other".',
@@ -117,11 +122,10 @@ class AppArgs(BaseModel):
             raise ValueError(f"min_replicas {self.min_replicas} exceeds {self.max_replicas} (max)")
         if isinstance(self.num_replicas, int) and self.num_replicas < 1:
             raise ValueError(f"num_replicas {self.num_replicas}; at least 1, or auto")
-        for digest in self.key_hashes:
-            if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
-                raise ValueError(
-                    "api_key_sha256 takes SHA-256 hashes of keys in lower-case hex, not keys"
-                )
+        if not all(map(is_hash, self.key_hashes)):
+            raise ValueError(
+                "api_key_sha256 takes SHA-256 hashes of keys in lower-case hex, not keys"
+            )
         _ = self.names_by_key  # raises for what cannot be meant
         return self
 
@@ -156,8 +160,12 @@ class AppArgs(BaseModel):
         """
         if self.routing_stats_period_s is not None:
             return self.routing_stats_period_s
-        most = self.max_replicas if self.num_replicas == "auto" else self.num_replicas
-        return max(2.0, most / 20)
+        return max(2.0, self.most_replicas / 20)
+
+    @property
+    def most_replicas(self) -> int:
+        """Engine replicas that there may be."""
+        return self.max_replicas if self.num_replicas == "auto" else self.num_replicas
 
     @property
     def key_hashes(self) -> tuple[str, ...]:

@@ -64,32 +64,38 @@ class EngineReplica:
         request: DecisionRequest | dict[str, Any],
         tenant: str = "",
         session_id: str = "",
+        timeout_s: float | None = None,
+        batch: bool = False,
         route: object = None,
         anchor: object = None,
         home: str = "",
     ) -> DecisionResponse | dict[str, Any]:
         """Answers a typed request with a typed response, and a plain dict with a plain dict.
 
-        tenant: whose checkpoints may be used. session_id: what the state goes by. route, anchor,
-        home: the routing key, what of it was routed on, and the replica that this belongs to if it
-        was sent there; the request router adds them.
+        tenant: whose checkpoints may be used. session_id: what the state goes by. timeout_s: as
+        long as its caller will wait. batch: it may wait for rounds with room to spare. route,
+        anchor, home: the routing key, what of it was routed on, and the replica that this belongs
+        to if it was sent there; the request router adds them.
 
         The typed form raises the error tree, the plain one ValueError and RuntimeError, as the
         caller may not have this package. A cancelled call drops its work before it is packed.
         """
+        how = {"tenant": tenant, "name": session_id, "timeout": timeout_s, "batch": batch}
         if isinstance(request, DecisionRequest):
-            return await self._decide(request, tenant, session_id, route, anchor, home)
+            return await self._decide(request, how, (route, anchor, home))
         try:
-            answers = await self._decide(request, tenant, session_id, route, anchor, home)
+            answers = await self._decide(request, how, (route, anchor, home))
         except FlideError as error:
             raise plain_error(error) from None
         return answers.model_dump()
 
     async def decide_with_load(
         self,
-        request: DecisionRequest | dict[str, Any],
+        request: DecisionRequest | dict[str, Any] | bytes,
         tenant: str = "",
         session_id: str = "",
+        timeout_s: float | None = None,
+        batch: bool = False,
         route: object = None,
         anchor: object = None,
         home: str = "",
@@ -97,32 +103,29 @@ class EngineReplica:
     ) -> tuple[DecisionResponse, str, tuple[float, ...]]:
         """As `decide`, for callers with this package: (answers, this replica's id, its load).
 
-        suspect: what the request is called if a replica has died under it (`router.suspects`); it
-        shares no round then.
+        request: also the bytes of its JSON. suspect: what the request is called if a replica has
+        died under it (`router.suspects`); it shares no round then.
         """
+        how = {"tenant": tenant, "name": session_id, "timeout": timeout_s, "batch": batch}
         async with self._turns.of(suspect):
             answers = await self._decide(
-                request, tenant, session_id, route, anchor, home, bool(suspect)
+                request, {**how, "alone": bool(suspect)}, (route, anchor, home)
             )
         return answers, self._id, tuple(self._load())
 
     async def _decide(
         self,
-        request: DecisionRequest | dict[str, Any],
-        tenant: str,
-        session_id: str,
-        route: object,
-        anchor: object,
-        home: str,
-        alone: bool = False,
+        request: DecisionRequest | dict[str, Any] | bytes,
+        how: dict[str, Any],
+        routed: tuple[object, object, str],
     ) -> DecisionResponse:
+        """how: arguments of `Engine.submit`; routed: what the router says of the call."""
+        tenant, (route, anchor, home) = how["tenant"], routed
         self._calls.began()
         try:
-            check_session_id(session_id)
+            check_session_id(how["name"])
             routed_on = anchor_text(anchor, route)
-            future = self._engine.submit(
-                request, tenant=tenant, name=session_id, alone=alone, anchor=routed_on
-            )
+            future = self._engine.submit(request, **how, anchor=routed_on)
             self._received(route, anchor, home)
             try:
                 answers = await asyncio.wrap_future(future)
@@ -211,13 +214,15 @@ class EngineReplica:
 
     async def counters(self) -> dict[str, Any]:
         """Since the start: requests answered, and tokens asked for, found in checkpoints, computed;
-        beside them this replica's id and process, and how hand-overs to it ended.
+        beside them this replica's id and process, how many requests wait now, and how hand-overs to
+        it ended.
         """
         tokens = self._engine.counters()
         return {
             "replica": self._id,
             "process": os.getpid(),
             "answered": self._answered,
+            "waiting": self._engine.waiting,
             "tokens_asked": tokens.asked,
             "tokens_reused": tokens.reused,
             "tokens_computed": tokens.computed,

@@ -191,6 +191,30 @@ class Admission(Generic[W]):
             retry = forecast.refuse(tenant, share, tokens, wait - most, now)
             raise Overloaded(int(wait), "ms", most, "max_queue_ms", retry)
 
+    def check_number(
+        self, tenant: str, rendering: Mapping[str, int], most: int, now: float
+    ) -> None:
+        """Raises Overloaded if one more request of a tenant makes more than `most` that wait.
+
+        A tenant below its share of `most` is let in also when others fill it; of k tenants that
+        come one after the other, at most `most` (1 + ln k) wait then. rendering: requests by tenant
+        that are on their way into the queues.
+        """
+        queues = (self._interactive, self._batch, self._longs)
+        waiting = sum(rendering.values()) + sum(map(len, queues))
+        if waiting < most:
+            return
+        weight_of = self._interactive.weight_of
+        tenants = {tenant, *rendering}.union(*(queue.tenants() for queue in queues))
+        share = weight_of(tenant) / sum(map(weight_of, tenants))
+        own = rendering.get(tenant, 0) + sum(queue.count_of(tenant) for queue in queues)
+        if own < share * most:
+            return
+        tokens = sum(queue.backlog.tokens for queue in queues) // max(1, sum(map(len, queues)))
+        need = self._forecast.under_way_ms(now) + self._forecast.drain_ms(tokens)
+        retry = self._forecast.refuse(tenant, share, tokens, need, now)
+        raise Overloaded(waiting, "requests", most, "max_waiting_requests", retry)
+
     def _own(self, tenant: str) -> tuple[Backlog, Backlog]:
         """What waits of a tenant, but for batch work."""
         return self._interactive.backlog_of(tenant), self._longs.backlog_of(tenant)
@@ -198,7 +222,9 @@ class Admission(Generic[W]):
     def _share(self, tenant: str) -> float:
         """Part of the rounds that a tenant has, or would have if it had work."""
         weight, others = self._interactive.weight_of(tenant), self._interactive.weight
-        return min(1.0, weight / (others if self._interactive.waits(tenant) else others + weight))
+        return min(
+            1.0, weight / (others if self._interactive.count_of(tenant) else others + weight)
+        )
 
 
 def as_retry(ms: float) -> int:

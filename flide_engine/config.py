@@ -5,6 +5,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from flide_engine.api import MAX_OPTIONS
+
 GRAIN = 64
 """Tokens of one grain: KV page, delta-rule chunk, unit of sharing and of checkpoints."""
 
@@ -47,7 +49,25 @@ class EngineConfig(BaseModel):
     max_prompt_tokens: int = Field(
         32768, gt=0, description="Most tokens of the state and one question."
     )
+    max_decoded_bytes: int = Field(
+        3 << 20,
+        gt=0,
+        description="Largest request, in bytes of its JSON: a body when decoded, or what a handle"
+        " was given.",
+    )
     max_questions: int = Field(1024, gt=0, description="Most questions of one request.")
+    max_options: int = Field(
+        MAX_OPTIONS,
+        ge=2,
+        le=MAX_OPTIONS,
+        description="Most options of one choice; the contract ends at 255.",
+    )
+    max_timeout_s: float = Field(
+        300.0,
+        gt=0,
+        description="Longest time in seconds that a request may ask for, and what it has if it"
+        " names none.",
+    )
     max_queued_tokens: int = Field(
         262144, gt=0, description="Tokens that may wait; more is refused with a time to try again."
     )
@@ -64,7 +84,10 @@ class EngineConfig(BaseModel):
         {}, description="Shares of tenants (hashes of their keys) where several wait; others 1."
     )
     max_waiting_requests: int = Field(
-        4096, gt=0, description="Requests that may wait or be rendered."
+        4096,
+        gt=0,
+        description="Requests that may wait or be rendered; each of several tenants has its share,"
+        " also when others fill it.",
     )
     pool_bytes: int | None = Field(
         None,

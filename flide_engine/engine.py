@@ -1,20 +1,21 @@
 """The engine: requests in, futures of answers out; one thread runs the rounds.
 
 submit -> render and tokenize (a few threads) -> queue -> round (the engine's thread: layout, pool,
-forward pass, readout) -> finish (the rendering threads) -> the future.
+forward pass, readout) -> finish (a thread of its own) -> the future.
 """
 
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 
 from flide_engine.admission import Load
 from flide_engine.api import DecisionRequest, DecisionResponse, Usage
@@ -29,15 +30,13 @@ from flide_engine.errors import (
     Fault,
     InvalidRequest,
     NotReady,
-    Overloaded,
-    TooManyTokens,
     UnknownModel,
-    as_faults,
 )
 from flide_engine.families.base import ModelCard, Rendered
 from flide_engine.families.registry import load_family
 from flide_engine.graphs import executor_for
 from flide_engine.layout.tree import build_forest
+from flide_engine.limits import check_questions, check_tokens, seconds_allowed
 from flide_engine.loop import RoundLoop, fail
 from flide_engine.memory import Card, plan_memory
 from flide_engine.models.registry import load_model
@@ -55,8 +54,10 @@ from flide_engine.runner import Runner
 from flide_engine.scheduler import Scheduler
 from flide_engine.state_operations import StateOperations
 from flide_engine.states import States
+from flide_engine.threads import FairThreads
 from flide_engine.tiers import Tiers
-from flide_engine.work import RequestWork
+from flide_engine.wire import parse_request
+from flide_engine.work import RequestWork, Submission
 
 log = logging.getLogger(__name__)
 
@@ -100,8 +101,9 @@ class Engine(StateOperations):
             memory.check_work(before, after)
         self._lock = threading.Lock()
         self._closed = False
-        self._rendering = 0
-        self._threads = ThreadPoolExecutor(config.render_threads, "flide-render")
+        self._rendering: Counter[str] = Counter()  # requests by tenant
+        self._renderers = FairThreads(config.render_threads, "flide-render")
+        self._finisher = ThreadPoolExecutor(1, "flide-finish")
         self._tiers = Tiers.of(config, pool, self.weights_hash, clock)
         self._checkpoints = Checkpoints(
             pool, MarkPolicy(), config.keep_checkpoints, clock, self._tiers
@@ -151,7 +153,7 @@ class Engine(StateOperations):
 
     def submit(
         self,
-        request: DecisionRequest | dict[str, Any],
+        request: DecisionRequest | dict[str, Any] | bytes,
         timeout: float | None = None,
         tenant: str = "",
         name: str = "",
@@ -161,24 +163,32 @@ class Engine(StateOperations):
     ) -> "Future[DecisionResponse]":
         """A future of the answers; cancelling it before its round begins saves the work.
 
+        request: typed, plain, or the bytes of its JSON. timeout: seconds; none: `max_timeout_s`.
         tenant: whose checkpoints it may use and leave. name: what its state goes by (a session, a
         trajectory), to find its checkpoints again. batch: it may wait for rounds with room to
         spare. alone: it shares no round, as others have failed with it. anchor: what it was routed
         on; its checkpoints bear it. Errors of the request come through the future. Raises NotReady
-        if the engine is closed, Overloaded if too many requests wait.
+        if the engine is closed, Overloaded if too many requests wait, InvalidRequest for a timeout
+        that cannot be.
         """
         future: Future[DecisionResponse] = Future()
+        seconds = seconds_allowed(timeout, self.config.max_timeout_s, ("timeout",))
+        asked_as = Submission(future, self._clock(), seconds, tenant, name, anchor, batch, alone)
         with self._lock:
             if self._closed:
                 raise NotReady("the engine is closed")
-            waiting, limit = self._rendering + self._loop.waiting, self.config.max_waiting_requests
-            if waiting >= limit:
-                retry = self._loop.retry_after_ms()
-                raise Overloaded(waiting, "requests", limit, "max_waiting_requests", retry)
-            self._rendering += 1
-        whose, how = (tenant, name, anchor), (batch, alone)
-        self._threads.submit(self._render, request, future, timeout, self._clock(), whose, how)
+            most = self.config.max_waiting_requests
+            if self._rendering.total() + self._loop.waiting >= most:  # else it costs no lock
+                self._loop.check_number(tenant, self._rendering, most)
+            self._rendering[tenant] += 1
+        self._renderers.submit(tenant, partial(self._render, request, asked_as))
         return future
+
+    @property
+    def waiting(self) -> int:
+        """Requests that are rendered, or wait for a round."""
+        with self._lock:
+            return self._rendering.total() + self._loop.waiting
 
     def load(self) -> Load:
         """Predicted wait, pace, and what was refused, now."""
@@ -217,35 +227,27 @@ class Engine(StateOperations):
         with self._lock:
             self._closed = True
         self._loop.close()
-        self._threads.shutdown()
+        self._renderers.shutdown()
+        self._finisher.shutdown()
         if self._tiers is not None:
             self._tiers.close()
 
-    def _render(
-        self,
-        request: DecisionRequest | dict[str, Any],
-        future: "Future[DecisionResponse]",
-        timeout: float | None,
-        asked: float,
-        whose: tuple[str, str, str],
-        how: tuple[bool, bool],
-    ) -> None:
-        (tenant, name, anchor), (batch, alone) = whose, how
+    def _render(self, request: DecisionRequest | dict[str, Any] | bytes, asked: Submission) -> None:
         try:
-            if not future.cancelled():
-                rendered = self._prepare(parse_request(request))
+            if not asked.future.cancelled():
+                rendered = self._prepare(parse_request(request, self.config.max_decoded_bytes))
                 keys = grain_keys(rendered.prompts[0][: rendered.state_tokens])
-                deadline = None if timeout is None else asked + timeout
-                work = RequestWork(rendered, future, deadline, timeout, tenant, name, keys, anchor)
-                work.alone, work.loaded = alone, self._fetch(work)
-                work.since = asked
+                work = RequestWork.of(asked, rendered, keys)
+                work.loaded = self._fetch(work)
                 work.passed("render", self._clock())
-                self._loop.add(work, batch)
+                self._loop.add(work, asked.batch)
         except BaseException as error:
-            fail(future, error)
+            fail(asked.future, error)
         finally:
             with self._lock:
-                self._rendering -= 1
+                self._rendering[asked.tenant] -= 1
+                if not self._rendering[asked.tenant]:
+                    del self._rendering[asked.tenant]
 
     def _fetch(self, work: RequestWork) -> Loaded | None:
         """What only the disk has of a state, read here so that no round waits for it."""
@@ -259,33 +261,18 @@ class Engine(StateOperations):
 
     def _prepare(self, request: DecisionRequest) -> Rendered:
         """The request's prompts, within the limits. Raises RequestError."""
-        config = self.config
         if request.model not in (None, self.card.name, *ALIASES):
             raise UnknownModel(request.model, (self.card.name, *ALIASES))
-        if len(request.questions) > config.max_questions:
-            count, limit = len(request.questions), config.max_questions
-            msg = f"{count} questions; the limit is {limit} (max_questions)"
-            raise InvalidRequest((Fault(("body", "questions"), msg, "too_long"),))
+        check_questions(request, self.config)
         try:
             rendered = self._family.render(request)
         except RecursionError as error:
             raise InvalidRequest((Fault(("body",), "nested too deeply"),)) from error
-        if rendered.longest_prompt > config.max_prompt_tokens:
-            raise TooManyTokens(
-                "the state with its longest question",
-                rendered.longest_prompt, config.max_prompt_tokens, "max_prompt_tokens",
-            )  # fmt: skip
-        if rendered.input_tokens > config.max_request_tokens:
-            raise TooManyTokens(
-                "the request",
-                rendered.input_tokens,
-                config.max_request_tokens,
-                "max_request_tokens",
-            )
+        check_tokens(rendered, self.config)
         return rendered
 
     def _hand_over(self, work: RequestWork) -> None:
-        self._threads.submit(self._finish, work)
+        self._finisher.submit(self._finish, work)
 
     def _finish(self, work: RequestWork) -> None:
         try:
@@ -310,15 +297,3 @@ class Engine(StateOperations):
             return
         if work.future.set_running_or_notify_cancel():
             work.future.set_result(response)
-
-
-def parse_request(request: DecisionRequest | dict[str, Any]) -> DecisionRequest:
-    """A request from a plain dict, or the request itself. Raises InvalidRequest."""
-    if isinstance(request, DecisionRequest):
-        return request
-    try:
-        return DecisionRequest.model_validate(request)
-    except ValidationError as error:
-        raise InvalidRequest(as_faults(error.errors(), ("body",))) from None
-    except RecursionError as error:
-        raise InvalidRequest((Fault(("body",), "nested too deeply"),)) from error

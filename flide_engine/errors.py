@@ -14,6 +14,7 @@ statuses.
         TooManyBranches         a checkpoint is kept for as many names as may be
       UnavailableError        not the caller's fault: asking again later can help
         Overloaded              the queue is full
+        QuotaExceeded           a tenant has had what it may have
         NotReady                the engine is starting or stopping
         DeadlineExceeded        the answer did not come within the time the caller gave
       EngineError             a fault of ours
@@ -195,6 +196,22 @@ class Overloaded(UnavailableError):
         return (
             f"{self.waiting} {self.unit} wait, the queue takes {self.limit} ({self.option});"
             f" try again in {self.retry_after_ms} ms"
+        )
+
+
+class QuotaExceeded(UnavailableError):
+    """A tenant's quota is used up; `retry_after_ms` is when there is more of it."""
+
+    error_type = "rate_limit_error"
+
+    def __init__(self, unit: str, quota: float, retry_after_ms: int) -> None:
+        super().__init__(unit, quota, retry_after_ms)
+        self.unit, self.quota, self.retry_after_ms = unit, quota, retry_after_ms
+
+    def __str__(self) -> str:
+        return (
+            f"the quota of {self.quota:g} {self.unit} a minute is used up"
+            f" ({self.unit}_per_minute); try again in {self.retry_after_ms} ms"
         )
 
 

@@ -146,10 +146,14 @@ class FairQueue(Generic[W]):
         lane = self._lanes.get(tenant)
         return lane.backlog if lane else Backlog()
 
-    def waits(self, tenant: str) -> bool:
-        """Whether a tenant has work here."""
+    def count_of(self, tenant: str) -> int:
+        """Entries of one tenant that wait."""
         lane = self._lanes.get(tenant)
-        return lane is not None and lane.count > 0
+        return lane.count if lane else 0
+
+    def tenants(self) -> set[str]:
+        """Those with work here."""
+        return {name for name, lane in self._lanes.items() if lane.count}
 
     def lead(self, tenant: str) -> float:
         """Tokens that a tenant was served beyond the tenant with work that was served least."""

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from flide_engine.checkpoints import Counters
-from flide_engine.engine import Engine, parse_request
+from flide_engine.engine import Engine
 from flide_engine.errors import RequestError
 from flide_engine.families.base import Floats
+from flide_engine.wire import parse_request
 from flide_engine.work import RequestWork
 
 _STEPS = "".join(

@@ -4,7 +4,7 @@ results.
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -91,10 +91,12 @@ class RoundLoop:
         """Requests in the queue."""
         return len(self._scheduler)
 
-    def retry_after_ms(self) -> int:
-        """When the queue should be empty."""
+    def check_number(self, tenant: str, rendering: Mapping[str, int], most: int) -> None:
+        """Raises Overloaded if one more request of a tenant must not be taken; rendering: those of
+        all tenants that are not in the queue yet.
+        """
         with self._changed:
-            return self._scheduler.retry_after_ms()
+            self._scheduler.check_number(tenant, rendering, most, self._clock())
 
     def load(self) -> Load:
         """What routers and the autoscaler read."""
@@ -158,7 +160,6 @@ class RoundLoop:
 
         Where the executor runs ahead, a round is begun before the one before it is collected.
         """
-        ahead = self._runner.executor.runs_ahead
         while True:
             taken[:] = self._under_way.works if self._under_way else []
             with self._changed:
@@ -168,28 +169,33 @@ class RoundLoop:
                     self._changed.wait()
                 if self._closed and not self._under_way:
                     return
-                calls, self._calls = self._calls, []
-                works, gone = self._next_works()
-            taken += works
-            for work in gone:
-                self._end(work, DeadlineExceeded(work.timeout or 0.0))
-            self._busy_since = self._clock() if works or self._under_way else None
-            works = self._without_company(self._planned(works))
-            for work in works:
-                if work.at == 0:
-                    self._checkpoints.began(work)
-            begun = self._begin(works) if works else None
+            self._turn(taken)  # on its own, as a thread that waits must hold no request
+
+    def _turn(self, taken: list[RequestWork]) -> None:
+        """One round, and what is to be done between two."""
+        with self._changed:
+            calls, self._calls = self._calls, []
+            works, gone = self._next_works()
+        taken += works
+        for work in gone:
+            self._end(work, DeadlineExceeded(work.timeout or 0.0))
+        self._busy_since = self._clock() if works or self._under_way else None
+        works = self._without_company(self._planned(works))
+        for work in works:
+            if work.at == 0:
+                self._checkpoints.began(work)
+        begun = self._begin(works) if works else None
+        self._collect_under_way()
+        self._under_way = begun
+        if not self._runner.executor.runs_ahead or any(work.alone for work in works):
             self._collect_under_way()
-            self._under_way = begun
-            if not ahead or any(work.alone for work in works):
-                self._collect_under_way()
-            self._busy_since = None
-            self._checkpoints.copy_some(COPY_BYTES)
-            for function, future in calls:
-                try:
-                    future.set_result(function())
-                except BaseException as error:
-                    future.set_exception(error)
+        self._busy_since = None
+        self._checkpoints.copy_some(COPY_BYTES)
+        for function, future in calls:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
 
     def _next_works(self) -> tuple[list[RequestWork], list[RequestWork]]:
         """The next round's work, and work whose caller has left; the lock is held."""

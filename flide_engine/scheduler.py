@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Generic
 
-from flide_engine.admission import Admission, Forecast, Load, as_retry
+from flide_engine.admission import Admission, Forecast, Load
 from flide_engine.fairness import Entry, FairQueue, Schedulable, W
 from flide_engine.packing import Packing, Verdict
 
@@ -140,6 +140,10 @@ class Scheduler(Generic[W]):
         if id(work) in self._out:
             entry = self._no_longer_out(work)
             self._forecast.finished(entry.ran + entry.running)
+        if not len(self):  # all that is left in these is dead, and holds its request in memory
+            self._deadlines.clear()
+            self._sweep.clear()
+            self._ages.clear()
 
     def observe(self, tokens: int, seconds: float, now: float | None = None) -> None:
         """A round of `tokens` is over, `seconds` after it was begun, at `now`.
@@ -158,11 +162,13 @@ class Scheduler(Generic[W]):
         self._begun = None
         return [entry.work for entry in entries]
 
-    def retry_after_ms(self) -> int:
-        """When everything that waits now is expected to have been begun."""
-        queued = self._forecast.expected(*(queue.backlog for queue in self._queues))
-        waits = self._forecast.costs.ms(queued)
-        return as_retry(self._forecast.under_way_ms(self._now) + waits)
+    def check_number(
+        self, tenant: str, rendering: Mapping[str, int], most: int, now: float
+    ) -> None:
+        """Raises Overloaded if one more request of a tenant makes too many; rendering: requests of
+        all tenants that will be added soon.
+        """
+        self._door.check_number(tenant, rendering, most, self._tell(now))
 
     def load(self, now: float) -> Load:
         """What routing and autoscaling want to know."""

@@ -27,6 +27,23 @@ class Resume:
     anchor: Anchor
 
 
+@dataclass(frozen=True)
+class Submission:
+    """How a request was asked. asked: when, on the engine's clock. timeout: seconds it has. tenant,
+    name, route, alone: as in `RequestWork`. batch: whether it may wait for rounds with room to
+    spare.
+    """
+
+    future: "Future[Any]"
+    asked: float
+    timeout: float
+    tenant: str
+    name: str
+    route: str
+    batch: bool
+    alone: bool
+
+
 @dataclass(eq=False)
 class RequestWork:
     """One request. Only the engine's thread changes it once it is queued.
@@ -68,6 +85,15 @@ class RequestWork:
     times: dict[str, float] = field(default_factory=dict)
     since: float = 0.0
     kept: list[Checkpoint] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, asked: Submission, rendered: Rendered, keys: list[bytes]) -> "RequestWork":
+        """Work of a request, once it is rendered."""
+        deadline = asked.asked + asked.timeout
+        whose = (asked.tenant, asked.name, keys, asked.route)
+        made = cls(rendered, asked.future, deadline, asked.timeout, *whose)
+        made.alone, made.since = asked.alone, asked.asked
+        return made
 
     def passed(self, stage: str, now: float) -> None:
         """A stage ends at `now`, and the next one begins."""

@@ -8,7 +8,7 @@ import uuid
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
-from ray.serve.exceptions import BackPressureError
+from ray.serve.exceptions import BackPressureError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from flide_engine.api import DecisionRequest, DecisionResponse
@@ -19,22 +19,29 @@ from flide_engine.errors import (
     Overloaded,
     RequestError,
 )
+from flide_engine.wire import to_json
 from router import suspects
 from router.boards import shared
+from router.options import CallOptions
 from router.quarantine import Quarantine
 from router.routing_key import route_key
 from router.session_id import check_session_id
+
+BY_VALUE_BYTES = 3 << 20
+"""Largest request that goes by gRPC, whose messages end at 4 MiB; larger ones go through Ray's
+object store. An answer repeats at most its request's names, with a number for each.
+"""
 
 _quarantine = Quarantine()
 """What this process refuses; a request must cost two replicas in one call to get there."""
 
 
 class Call:
-    """One decision, asked again if a replica dies under it.
+    """One decision, asked again if a replica dies under it, within its time.
 
     Decisions change nothing, so asking twice is safe. After the first death it is a suspect: asked
     alone, until it is answered, or a replica dies while it runs there. Raises InvalidRequest for a
-    bad session id.
+    request that is no JSON, or a bad session id.
     """
 
     TRIES = 6
@@ -44,21 +51,37 @@ class Call:
         self,
         handle: DeploymentHandle,
         request: DecisionRequest | dict[str, Any],
-        tenant: str = "",
-        session_id: str = "",
+        options: CallOptions,
+        body: bytes | None = None,
     ) -> None:
-        check_session_id(session_id)
+        """body: the JSON that the request was read from, if it was."""
+        check_session_id(options.session_id)
         _quarantine.check(request)
+        self._body = to_json(request) if body is None else body
+        if len(self._body) > BY_VALUE_BYTES:
+            handle = handle.options(_by_reference=True)
         # a tuple of builtins: the class would be pickled by value with each call
-        route = tuple(route_key(request, tenant, session_id))
-        self._more = {"tenant": tenant, "session_id": session_id, "route": route}
+        route = tuple(route_key(request, options.tenant, options.session_id))
+        self._more = {
+            "tenant": options.tenant,
+            "session_id": options.session_id,
+            "route": route,
+            "batch": options.batch,
+        }
         self._handle, self._request = handle, request
         self._failures, self._suspect = 0, ""
+        self._seconds = options.timeout_s
+        self._until = None if self._seconds is None else time.monotonic() + self._seconds
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that are left; None: as many as the engine allows."""
+        return None if self._until is None else max(0.0, self._until - time.monotonic())
 
     def send(self) -> DeploymentResponse:
         """A try."""
         more = {**self._more, "suspect": self._suspect} if self._suspect else self._more
-        return self._handle.decide_with_load.remote(self._request, **more)
+        return self._handle.decide_with_load.remote(self._body, timeout_s=self.left_s, **more)
 
     def answer(self, told: tuple[DecisionResponse, str, tuple[float, ...]]) -> DecisionResponse:
         """The answers of what a replica returned; its load is noted for this process's routers."""
@@ -88,45 +111,60 @@ class Call:
             return error.running
         return suspects.killed(self._suspect)
 
+    def late(self) -> DeadlineExceeded:
+        """The error of a call whose time is over."""
+        return DeadlineExceeded(self._seconds or 0.0)
+
 
 async def ask(
     handle: DeploymentHandle,
     request: DecisionRequest | dict[str, Any],
-    tenant: str = "",
-    session_id: str = "",
+    options: CallOptions,
+    body: bytes | None = None,
 ) -> DecisionResponse:
-    """The answers, on an event loop. Raises the error tree; cancelling it cancels the call."""
-    call = Call(handle, request, tenant, session_id)
+    """The answers, on an event loop. Raises the error tree; cancelling it cancels the call.
+
+    body: the JSON that the request was read from, if it was.
+    """
+    call = Call(handle, request, options, body)
     while True:
         response = call.send()
         try:
-            return call.answer(await response)
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
+            async with asyncio.timeout(call.left_s):
+                return call.answer(await _unless_cancelled(response))
+        except TimeoutError:
+            raise call.late() from None
         except Exception as error:
             await asyncio.to_thread(call.failed, error)
+
+
+async def _unless_cancelled(response: DeploymentResponse) -> Any:
+    """What a call returns; it is cancelled with the one who waits for it, which Serve's own wait
+    would not do.
+    """
+    try:
+        return await response
+    except (asyncio.CancelledError, RequestCancelledError):
+        response.cancel()
+        raise asyncio.CancelledError from None
 
 
 def ask_within(
     handle: DeploymentHandle,
     request: DecisionRequest | dict[str, Any],
-    seconds: float,
-    session_id: str = "",
+    options: CallOptions,
 ) -> DecisionResponse:
-    """The answers, without an event loop, both tries within so many seconds. Raises the error
-    tree.
+    """The answers, without an event loop, both tries within the time of the options. Raises the
+    error tree.
     """
-    deadline = time.monotonic() + seconds
-    call = Call(handle, request, session_id=session_id)
+    call = Call(handle, request, options)
     while True:
         response = call.send()
         try:
-            left = max(0.0, deadline - time.monotonic())
-            return call.answer(response.result(timeout_s=left))
+            return call.answer(response.result(timeout_s=call.left_s))
         except TimeoutError:
             response.cancel()
-            raise DeadlineExceeded(seconds) from None
+            raise call.late() from None
         except Exception as error:
             call.failed(error)
 

@@ -1,15 +1,12 @@
-"""Request bodies: read up to a limit, decoded up to the same limit, parsed strictly."""
+"""Request bodies: read up to a limit, and decoded up to another."""
 
 import io
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import orjson
 import zstandard
-from pydantic import ValidationError
 
-from flide_engine.api import DecisionRequest
-from flide_engine.errors import BodyTooLarge, Fault, InvalidRequest, UnsupportedEncoding, as_faults
+from flide_engine.errors import BodyTooLarge, Fault, InvalidRequest, UnsupportedEncoding
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
@@ -50,6 +47,8 @@ def decode_body(body: bytes, encoding: str, limit: int) -> bytes:
     """
     name = encoding.strip().lower()
     if name in ("", "identity"):
+        if len(body) > limit:
+            raise BodyTooLarge(limit, "max_decoded_bytes")
         return body
     if name != "zstd":
         raise UnsupportedEncoding(encoding[:80], "identity, zstd")
@@ -63,18 +62,5 @@ def decode_body(body: bytes, encoding: str, limit: int) -> bytes:
             (Fault(("body",), f"not a zstd body: {error}", "zstd_invalid"),)
         ) from None
     if len(decoded) > limit:
-        raise BodyTooLarge(limit, "max_body_bytes")
+        raise BodyTooLarge(limit, "max_decoded_bytes")
     return decoded
-
-
-def parse_body(body: bytes) -> DecisionRequest:
-    """The request of a JSON body. Raises InvalidRequest naming every fault."""
-    try:
-        data = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest((Fault(("body", error.pos), error.msg, "json_invalid"),)) from None
-    try:
-        return DecisionRequest.model_validate(data)
-    except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False, include_input=False)
-        raise InvalidRequest(as_faults([dict(f) for f in found], ("body",))) from None

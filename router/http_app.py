@@ -12,19 +12,23 @@ GET  /version        versions of this server and of the model
 import asyncio
 import logging
 import re
+import time
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import orjson
 
 from flide_engine.api import DecisionRequest, DecisionResponse
-from flide_engine.errors import FlideError, UnsupportedEncoding
-from router.auth import check_key
-from router.body import ClientLeft, Receive, decode_body, parse_body, read_body
+from flide_engine.errors import DeadlineExceeded, FlideError, UnsupportedEncoding
+from flide_engine.wire import from_json
+from router.auth import Keys, Tenant
+from router.body import ClientLeft, Receive, decode_body, read_body
+from router.charging import Charges
 from router.http_errors import STATUS, error_body, error_headers
+from router.options import CallOptions, HttpLimits, from_headers
 from router.playground import Html, page
-from router.session_id import HEADER, check_session_id
 from router.states_http import Keeper, StateRoutes, is_ours
 
 log = logging.getLogger("ray.serve")
@@ -41,11 +45,9 @@ class Decider(Keeper, Protocol):
     """What stands behind the HTTP surface."""
 
     async def decide(
-        self, request: DecisionRequest, tenant: str, session_id: str
+        self, request: DecisionRequest, body: bytes, options: CallOptions
     ) -> DecisionResponse:
-        """Answers, or raises a FlideError; tenant: whose checkpoints may be used; session_id: what
-        the state goes by, "" for nothing.
-        """
+        """Answers, or raises a FlideError; body: the JSON that the request was read from."""
         ...
 
     async def models(self) -> list[dict[str, str]]:
@@ -60,9 +62,13 @@ class Decider(Keeper, Protocol):
 class HttpApp:
     """ASGI callable over a `Decider`."""
 
-    def __init__(self, decider: Decider, key_hashes: tuple[str, ...], max_body_bytes: int) -> None:
-        self._decider, self._keys, self._limit = decider, key_hashes, max_body_bytes
-        self._states = StateRoutes(decider, max_body_bytes)
+    def __init__(
+        self, decider: Decider, limits: HttpLimits, keys: Keys, charges: Charges | None = None
+    ) -> None:
+        """charges: of tenants with quotas; none: this process alone holds them to theirs."""
+        self._decider, self._limits, self._keys = decider, limits, keys
+        self._charges = charges or Charges(None)
+        self._states = StateRoutes(decider, limits.max_body_bytes)
         self._page, self._page_headers = page()
         self._routes: dict[
             str, tuple[str, Callable[[Scope, Receive], Awaitable[tuple[int, Any]]]]
@@ -114,9 +120,8 @@ class HttpApp:
     async def _route(self, scope: Scope, receive: Receive) -> tuple[int, Any, Headers]:
         path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
         if is_ours(path):
-            headers = dict(scope["headers"])
-            tenant = check_key(headers.get(b"authorization", b"").decode("latin-1"), self._keys)
-            return await self._states(scope, receive, tenant)
+            tenant = self._tenant(dict(scope["headers"]))
+            return await self._states(scope, receive, tenant.name)
         if path not in self._routes:
             return 404, _detail("not_found", f"no such path: {path[:200]}"), []
         method, handler = self._routes[path]
@@ -127,30 +132,41 @@ class HttpApp:
 
     async def _decide(self, scope: Scope, receive: Receive) -> tuple[int, Any]:
         headers = dict(scope["headers"])
-        tenant = check_key(headers.get(b"authorization", b"").decode("latin-1"), self._keys)
-        given = headers.get(HEADER, b"").decode("latin-1")
-        session_id = check_session_id(given, ("header", "X-Session-Id"))
-        kind = (
-            headers.get(b"content-type", b"application/json")
-            .decode("latin-1")
-            .partition(";")[0]
-            .strip()
-        )
+        tenant = self._tenant(headers)
+        options = from_headers(headers, tenant.name, self._limits.max_timeout_s)
+        until = time.monotonic() + (options.timeout_s or 0.0)
+        try:
+            async with asyncio.timeout(options.timeout_s):
+                body = await self._body(scope, headers, receive)
+        except TimeoutError:
+            raise DeadlineExceeded(options.timeout_s or 0.0) from None
+        async with self._charges.charge(tenant, len(body)) as charge:
+            left = replace(options, timeout_s=max(0.0, until - time.monotonic()))
+            answers = await self._decider.decide(from_json(body), body, left)
+            charge.answered(answers.usage.input_tokens)
+        return 200, answers.model_dump()
+
+    def _tenant(self, headers: dict[bytes, bytes]) -> Tenant:
+        return self._keys.check(headers.get(b"authorization", b"").decode("latin-1"))
+
+    async def _body(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        """The decoded body. Raises RequestError."""
+        given = headers.get(b"content-type", b"application/json").decode("latin-1")
+        kind = given.partition(";")[0].strip()
         if kind.lower() == "multipart/form-data":
             raise UnsupportedEncoding(kind, "application/json; no model here takes images")
         length = headers.get(b"content-length", b"")
-        body = await read_body(receive, int(length) if length.isdigit() else None, self._limit)
+        declared = int(length) if length.isdigit() else None
+        body = await read_body(receive, declared, self._limits.max_body_bytes)
         encodings = [v for k, v in scope["headers"] if k == b"content-encoding"]
-        body = decode_body(body, b",".join(encodings).decode("latin-1"), self._limit)
-        answers = await self._decider.decide(parse_body(body), tenant, session_id)
-        return 200, answers.model_dump()
+        encoding = b",".join(encodings).decode("latin-1")
+        return decode_body(body, encoding, self._limits.max_decoded_bytes)
 
     async def _playground(self, scope: Scope, receive: Receive) -> tuple[int, Any]:
         return 200, self._page
 
     async def _models(self, scope: Scope, receive: Receive) -> tuple[int, Any]:
-        headers = dict(scope["headers"])
-        check_key(headers.get(b"authorization", b"").decode("latin-1"), self._keys)
+        self._tenant(dict(scope["headers"]))
         return 200, {"models": await self._decider.models()}
 
     async def _health(self, scope: Scope, receive: Receive) -> tuple[int, Any]:

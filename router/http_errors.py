@@ -16,6 +16,7 @@ from flide_engine.errors import (
     NotReady,
     Overloaded,
     PoolExhausted,
+    QuotaExceeded,
     RequestQuarantined,
     RoundFailed,
     RoundTooLarge,
@@ -40,6 +41,7 @@ STATUS: dict[type[FlideError], int] = {
     TooMuchPinned: 409,
     TooManyBranches: 409,
     Overloaded: 429,
+    QuotaExceeded: 429,
     NotReady: 503,
     EngineStopped: 503,
     DeadlineExceeded: 408,
@@ -67,7 +69,7 @@ def error_body(error: FlideError) -> dict[str, Any]:
 
 def error_headers(error: FlideError) -> list[tuple[bytes, bytes]]:
     """When to try again, and how to authenticate."""
-    if isinstance(error, (Overloaded, NotReady)) and error.retry_after_ms:
+    if isinstance(error, (Overloaded, QuotaExceeded, NotReady)) and error.retry_after_ms:
         seconds = max(1, math.ceil(error.retry_after_ms / 1000))
         return [
             (b"retry-after", b"%d" % seconds),

@@ -1,6 +1,7 @@
 """Limits of the queue, predicted waits, and times to come again."""
 
 import heapq
+import itertools
 import random
 
 import pytest
@@ -174,3 +175,46 @@ def test_time_behind_another_round_is_no_engine_time() -> None:
     for i in range(50):
         scheduler.observe(1000, 0.02, now=1.0 + i / 100)
     assert scheduler.load(2.0).tokens_per_ms == pytest.approx(100, rel=0.1)
+
+
+def test_a_flood_does_not_shut_out_by_number() -> None:
+    """Each tenant has its share of the requests that may wait, those that are rendered included; a
+    tenant with one waiting request less than its share is let in, one with as many is not.
+    """
+    scheduler: Scheduler[Item] = Scheduler(8192, 10**9, TABLE, weights={"heavy": 2.0})
+    rendering = {"flood": 60}
+    for i in range(40):
+        scheduler.add(Item(str(i), 10, tenant="flood"), 0.0)
+
+    def refused(tenant: str) -> Overloaded | None:
+        try:
+            scheduler.check_number(tenant, rendering, 100, 0.0)
+        except Overloaded as error:
+            return error
+        return None
+
+    error = refused("flood")
+    assert error is not None
+    assert (error.waiting, error.limit, error.option) == (100, 100, "max_waiting_requests")
+    assert error.retry_after_ms >= 50
+    for tenant, most in (("b", 50), ("heavy", 50), ("c", 20), ("d", 17)):
+        taken = 0
+        while refused(tenant) is None:
+            rendering[tenant] = taken = taken + 1
+        assert taken == most, tenant
+    assert refused("flood") is not None
+    rendering.clear()
+    assert refused("flood") is None  # only what waits counts
+
+
+def test_refused_by_number_come_again_one_after_the_other() -> None:
+    """The time each is told is later than that of the one before."""
+    scheduler: Scheduler[Item] = Scheduler(1000, 10**9, {1000: 1000.0})
+    for i in range(10):
+        scheduler.add(Item(str(i), 100), 0.0)
+    told = []
+    for _ in range(3):
+        with pytest.raises(Overloaded) as raised:
+            scheduler.check_number("", {}, 10, 0.0)
+        told.append(raised.value.retry_after_ms)
+    assert all(b - a in (100, 101) for a, b in itertools.pairwise([1000, *told]))

@@ -109,7 +109,7 @@ def longest_state(engine: Engine, limit: int) -> int:
 
 def engine_request(state: str) -> Any:
     """A typed request."""
-    from flide_engine.engine import parse_request
+    from flide_engine.wire import parse_request
 
     return parse_request(ask(state))
 

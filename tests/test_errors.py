@@ -23,6 +23,7 @@ EXAMPLES: dict[type[FlideError], FlideError] = {
         errors.TooMuchPinned("agent-7", 20, "slots", 16, "pin_share"),
         errors.TooManyBranches("agent-7", 64),
         errors.Overloaded(900, "tokens", 800, "max_queued_tokens", 1500),
+        errors.QuotaExceeded("requests", 60.0, 700),
         errors.NotReady("starting"),
         errors.DeadlineExceeded(0.5),
         errors.EngineStopped("CUDA error"),

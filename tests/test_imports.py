@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"api", "config", "errors"},
-    {"layout", "kernels", "families", "costs", "fairness"},
-    {"cache", "models", "admission", "packing"},
+    {"layout", "kernels", "families", "costs", "fairness", "threads", "wire"},
+    {"cache", "models", "admission", "limits", "packing"},
     {"scheduler", "readout", "resolve", "memory", "tiers", "work"},
     {"device_plan", "executor", "rounds", "checkpoints"},
     {"runner", "graphs", "states"},
@@ -27,9 +27,11 @@ ONLY = {
         "router/asking.py",
         "router/fan_out.py",
         "router/suspects.py",
+        "router/ledger.py",
         "deployments/",
         "loadtest/handles.py",
         "benchmarks/fleet/",
+        "benchmarks/app.py",
     ),
     "triton": ("flide_engine/kernels/",),
     "fla": ("flide_engine/kernels/",),

@@ -37,6 +37,7 @@ class FakeEngine:
         self.fails: Exception | None = None
         self.futures: list[Future[DecisionResponse]] = []
         self.answers, self.closed = True, False
+        self.waiting = 0
 
     weights_hash = "w"
 
@@ -100,10 +101,12 @@ def engine_of(replica: EngineReplica) -> FakeEngine:
 def test_typed_for_typed_and_plain_for_plain(replica: EngineReplica) -> None:
     """With errors of the same kind; the session id is the name of the state's checkpoints."""
     assert asyncio.run(replica.decide(TYPED, "tenant", "session")) is GOOD
-    assert asyncio.run(replica.decide(PLAIN)) == GOOD.model_dump()
+    assert asyncio.run(replica.decide(PLAIN, timeout_s=2.5, batch=True)) == GOOD.model_dump()
     first, second = engine_of(replica).submitted
-    assert first == {"tenant": "tenant", "name": "session", "alone": False, "anchor": ""}
-    assert second == {"tenant": "", "name": "", "alone": False, "anchor": ""}
+    assert first == {
+        "tenant": "tenant", "name": "session", "timeout": None, "batch": False, "anchor": "",
+    }  # fmt: skip
+    assert second == {"tenant": "", "name": "", "timeout": 2.5, "batch": True, "anchor": ""}
     with pytest.raises(InvalidRequest):
         asyncio.run(replica.decide(TYPED, session_id="x" * 257))
     with pytest.raises(ValueError, match="256 printable"):

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from flide_engine.engine import parse_request
 from flide_engine.errors import ConfigError, InvalidRequest
 from flide_engine.families.next_token import NextToken
 from flide_engine.families.tokenizer import TextTokenizer
+from flide_engine.wire import parse_request
 from tests.checkpoints import save_tokenizer
 
 WORKLOADS = Path(__file__).parents[3] / "shared" / "workloads"

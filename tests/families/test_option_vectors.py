@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 
 from flide_engine import Engine, EngineConfig
-from flide_engine.engine import parse_request
 from flide_engine.families.option_vectors import OptionVectors, VectorCache
 from flide_engine.families.tokenizer import TextTokenizer
 from flide_engine.resolve import EMBEDDED
+from flide_engine.wire import parse_request
 
 TEAM = {"type": "choice", "instructions": "Who?", "criteria": {"billing": "money", "support": None}}
 

@@ -19,8 +19,10 @@ from flide_engine.errors import (
     RequestQuarantined,
     TooManyTokens,
 )
+from flide_engine.wire import to_json
 from router import asking, boards
-from router.asking import ask, ask_within, plain_error
+from router.asking import BY_VALUE_BYTES, ask, ask_within, plain_error
+from router.options import CallOptions
 from router.quarantine import Quarantine
 from router.routing_key import route_key
 from router.session_id import check_session_id
@@ -38,8 +40,8 @@ class Response:
     def __init__(self, outcome: object) -> None:
         self.outcome, self.cancelled = outcome, False
 
-    def result(self, timeout_s: float) -> Any:
-        assert timeout_s >= 0
+    def result(self, timeout_s: float | None) -> Any:
+        assert timeout_s is None or timeout_s >= 0
         if isinstance(self.outcome, BaseException):
             raise self.outcome
         return self.outcome, "replica", (7.0, 5.0, 3.0, 400.0)
@@ -61,17 +63,29 @@ class Handle:
         self.responses = [Response(outcome) for outcome in outcomes]
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.decide_with_load = self
+        self.by_reference: list[bool] = []
+
+    def options(self, _by_reference: bool) -> "Handle":
+        self.by_reference.append(_by_reference)
+        return self
 
     def remote(self, *args: Any, **kwargs: Any) -> Response:
         self.calls.append((args, kwargs))
         return self.responses[len(self.calls) - 1]
 
 
+def ask_either(handle: Any, way: str, request: dict[str, Any]) -> DecisionResponse:
+    """As `asked`, another request."""
+    if way == "await":
+        return asyncio.run(ask(handle, request, CallOptions()))
+    return ask_within(handle, request, CallOptions())
+
+
 def asked(handle: Any, way: str, session_id: str = "") -> DecisionResponse:
     """The answers, with or without an event loop."""
     if way == "await":
-        return asyncio.run(ask(handle, REQUEST, session_id=session_id))
-    return ask_within(handle, REQUEST, 5.0, session_id)
+        return asyncio.run(ask(handle, REQUEST, CallOptions("", session_id, 5.0)))
+    return ask_within(handle, REQUEST, CallOptions("", session_id, 5.0))
 
 
 both = pytest.mark.parametrize("way", ["await", "block"])
@@ -84,10 +98,12 @@ def test_the_key_goes_along_and_the_load_is_noted(way: str) -> None:
     handle = Handle(GOOD)
     assert asked(handle, way, "me") is GOOD
     (args, kwargs) = handle.calls[0]
-    assert args == (REQUEST,)
+    assert args == (to_json(REQUEST),)
+    assert 0 < kwargs.pop("timeout_s") <= 5.0
     assert kwargs == {
         "tenant": "",
         "session_id": "me",
+        "batch": False,
         "route": tuple(route_key(REQUEST, "", "me")),
     }
     assert type(kwargs["route"]) is tuple
@@ -118,7 +134,8 @@ def test_a_death_costs_one_retry(way: str, death: Exception, blamed: list[str]) 
     assert asked(handle, way) is GOOD
     (first, again) = (kwargs for _, kwargs in handle.calls)
     assert "suspect" not in first
-    assert again == {**first, "suspect": again["suspect"]}
+    assert 0 < again["timeout_s"] <= first["timeout_s"]
+    assert again == {**first, "timeout_s": again["timeout_s"], "suspect": again["suspect"]}
     assert len(again["suspect"]) == 32
 
 
@@ -165,19 +182,40 @@ def test_errors_of_ours_come_through_unwrapped(way: str) -> None:
 
 
 def test_a_deadline_cancels_the_call() -> None:
-    """Without an event loop by ours, on one by the caller's own."""
+    """With and without an event loop; and so does a caller who leaves."""
     handle = Handle(TimeoutError())
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(DeadlineExceeded, match="within 5 s"):
         asked(handle, "block")
     assert handle.responses[0].cancelled
-    late: Any = Handle("late")
+    late: Any = Handle("late", "late")
+    with pytest.raises(DeadlineExceeded, match=r"within 0\.05 s"):
+        asyncio.run(ask(late, REQUEST, CallOptions(timeout_s=0.05)))
+    assert late.responses[0].cancelled
 
     async def impatient() -> None:
-        await asyncio.wait_for(ask(late, REQUEST), 0.05)
+        await asyncio.wait_for(ask(late, REQUEST, CallOptions()), 0.05)
 
     with pytest.raises(TimeoutError):
         asyncio.run(impatient())
-    assert late.responses[0].cancelled
+    assert late.responses[1].cancelled
+    assert late.calls[1][1]["timeout_s"] is None
+
+
+@both
+def test_large_requests_go_through_the_object_store(way: str) -> None:
+    """Those that might not fit a gRPC message; a request that is no JSON goes nowhere."""
+    for size, by_reference in ((BY_VALUE_BYTES, []), (BY_VALUE_BYTES + 1, [True])):
+        handle: Any = Handle(GOOD)
+        state = "x" * (size - len(to_json({**REQUEST, "state": ""})))
+        request = {**REQUEST, "state": state}
+        assert ask_either(handle, way, request) is GOOD
+        assert handle.by_reference == by_reference
+        assert len(handle.calls[0][0][0]) == size
+    for odd in ({1, 2}, float("nan"), "\ud800"):
+        handle = Handle()
+        with pytest.raises(InvalidRequest, match="not JSON"):
+            ask_either(handle, way, {**REQUEST, "state": [odd]})
+        assert handle.calls == []
 
 
 @both

@@ -11,11 +11,14 @@ import pytest
 import zstandard
 
 from flide_engine import DecisionRequest, DecisionResponse, NoulAnswer, Usage
-from flide_engine.errors import NonFiniteOutput, NotReady
-from router.auth import key_hash
+from flide_engine.errors import FlideError, NonFiniteOutput, NotReady
+from flide_engine.wire import from_json
+from router.auth import Keys, key_hash
 from router.http_app import HttpApp
+from router.options import CallOptions, HttpLimits
 
 LIMIT = 1 << 20
+LIMITS = HttpLimits(LIMIT, LIMIT, 60.0)
 GOOD = {"state": "s", "questions": {"q": {"type": "noul", "instructions": "?"}}}
 
 
@@ -24,16 +27,26 @@ class Stub:
 
     def __init__(self) -> None:
         self.asked: list[DecisionRequest] = []
-        self.tenants: list[str] = []
-        self.sessions: list[str] = []
+        self.options: list[CallOptions] = []
+        self.fails: FlideError | None = None
         self.ready = True
 
+    @property
+    def tenants(self) -> list[str]:
+        return [options.tenant for options in self.options]
+
+    @property
+    def sessions(self) -> list[str]:
+        return [options.session_id for options in self.options]
+
     async def decide(
-        self, request: DecisionRequest, tenant: str, session_id: str
+        self, request: DecisionRequest, body: bytes, options: CallOptions
     ) -> DecisionResponse:
+        assert from_json(body) == request
         self.asked.append(request)
-        self.tenants.append(tenant)
-        self.sessions.append(session_id)
+        self.options.append(options)
+        if self.fails is not None:
+            raise self.fails
         if request.state == "nan":
             raise NonFiniteOutput("question 'q'")
         if request.state == "crash":
@@ -57,9 +70,14 @@ def stub() -> Stub:
     return Stub()
 
 
+def app_of(stub: Stub, keys: tuple[str, ...] = (), limits: HttpLimits | None = None) -> HttpApp:
+    """The app over a stand-in."""
+    return HttpApp(stub, limits or LIMITS, Keys(keys))
+
+
 def client_of(stub: Stub, keys: tuple[str, ...] = ()) -> httpx.AsyncClient:
     """A client of the app, in this process."""
-    transport = httpx.ASGITransport(HttpApp(stub, keys, LIMIT))  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app_of(stub, keys))  # type: ignore[arg-type]
     return httpx.AsyncClient(transport=transport, base_url="http://test")
 
 

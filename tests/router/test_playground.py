@@ -25,9 +25,8 @@ from flide_engine import (
 from flide_engine.api import Answer, Question
 from flide_engine.errors import Overloaded
 from router.auth import key_hash
-from router.http_app import HttpApp
 from tests.router.browser import Tab, browser_path, tab
-from tests.router.test_http_app import Stub, call
+from tests.router.test_http_app import Stub, app_of, call
 
 KEY = "right"
 
@@ -73,7 +72,7 @@ def test_the_page_is_served_and_is_locked_in() -> None:
     assert "unsafe-inline" not in policy.split("style-src")[0]
     assert "<title>Decision playground</title>" in answer.text
     assert call(Stub(), "POST", "/").status_code == 405
-    app = HttpApp(Stub(), (), 1 << 20)
+    app = app_of(Stub())
     behind = httpx.ASGITransport(app, root_path="/prefix")  # type: ignore[arg-type]
     for path in ("/prefix", "/prefix/"):
 
@@ -103,7 +102,7 @@ def asked() -> Answering:
 @pytest.fixture(scope="module")
 def url(asked: Answering) -> Iterator[str]:
     """The app on a port of its own, with a key."""
-    app = HttpApp(asked, (key_hash(KEY),), 1 << 20)
+    app = app_of(asked, (key_hash(KEY),))
     config = uvicorn.Config(app, port=0, log_level="error", lifespan="off")  # type: ignore[arg-type]
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)

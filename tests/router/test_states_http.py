@@ -14,8 +14,9 @@ from flide_engine.cache.names import MOST_BRANCHES
 from flide_engine.config import EngineConfig
 from flide_engine.engine import Engine
 from flide_engine.errors import RequestError
-from router.auth import key_hash
+from router.auth import Keys, key_hash
 from router.http_app import HttpApp
+from router.options import CallOptions, HttpLimits
 from router.routing_key import Openings, anchor_text, route_key
 from router.states import StateCall, Told
 
@@ -44,17 +45,16 @@ class Fleet:
         ]  # fmt: skip
         self.dead: set[int] = set()
         self.at = 0
-        self.app = HttpApp(self, tuple(KEYS.values()), 1 << 20)  # type: ignore[arg-type]
+        limits = HttpLimits(1 << 20, 1 << 20, 60.0)
+        self.app = HttpApp(self, limits, Keys(KEYS.values()))  # type: ignore[arg-type]
 
     async def decide(
-        self, request: DecisionRequest, tenant: str, session_id: str
+        self, request: DecisionRequest, body: bytes, options: CallOptions
     ) -> DecisionResponse:
         """As the Gateway and a replica would."""
-        key = route_key(request, tenant, session_id)
-        anchor = anchor_text(Openings().anchor(key, 0.0).entry)
-        future = self.engines[self.at].submit(
-            request, tenant=tenant, name=session_id, anchor=anchor
-        )
+        tenant, name = options.tenant, options.session_id
+        anchor = anchor_text(Openings().anchor(route_key(request, tenant, name), 0.0).entry)
+        future = self.engines[self.at].submit(body, tenant=tenant, name=name, anchor=anchor)
         return await asyncio.wrap_future(future)
 
     async def states(self, call: StateCall) -> tuple[Sequence[Told], int]:

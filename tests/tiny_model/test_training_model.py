@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from flide_engine import Engine, EngineConfig
-from flide_engine.engine import parse_request
 from flide_engine.families.option_vectors import OptionVectors
 from flide_engine.families.tokenizer import TextTokenizer
 from flide_engine.kernels.gated_delta_rule_ref import gated_delta_rule_ref
 from flide_engine.models.weights import weights_hash
 from flide_engine.resolve import EMBEDDED
+from flide_engine.wire import parse_request
 from tiny_model.delta import gated_delta_rule
 from tiny_model.export import load
 from tiny_model.tokenizer import UserEncoder
