@@ -54,6 +54,45 @@ def engine(rows: Rows) -> list[str]:
     return lines
 
 
+def engine_modes(rows: Rows) -> list[str]:
+    """What deterministic mode costs: milliseconds of both modes of each engine."""
+    lines = [
+        "| shape | workload | ours, GPU | deterministic | flide, GPU | batch-invariant | ours, p50"
+        " | deterministic | flide, p50 | batch-invariant |",
+        f"|---|---|{'---:|' * 8}",
+    ]
+    alone = {
+        (r["shape"], r["work"], r["engine"], r["mode"]): r
+        for r in rows
+        if r.get("loop") == "single" and r["mode"] in {"default", "deterministic"}
+    }
+    both = dict.fromkeys(k[:2] for k in alone if k[2:] == ("ours", "deterministic"))
+    for shape, work in both:
+        cells = [
+            _number(alone.get((shape, work, engine, mode), {}).get(key), 2)
+            for key in ("replay_ms", "p50_ms")
+            for engine in ("ours", "flide")
+            for mode in ("default", "deterministic")
+        ]
+        lines.append(f"| {shape} | {work} | {' | '.join(cells)} |")
+    return lines
+
+
+def deterministic(rows: Rows) -> list[str]:
+    """Comparisons of label logits, bit by bit."""
+    lines = [
+        "| shape | deterministic | questions compared | of them resumed | differ | largest"
+        " | replicas that differ |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        numbers = (f"{row['compared']:,}", f"{row['resumed']:,}", f"{row['differing']:,}")
+        mode = "yes" if row["mode"] == "deterministic" else "no"
+        rest = (f"{row['largest']:.2g}", f"{row['replicas_differing']} of {row['replicas']}")
+        lines.append(f"| {' | '.join((row['shape'], mode, *numbers, *rest))} |")
+    return lines
+
+
 def engine_loops(rows: Rows) -> list[str]:
     """Closed loops on a GPU."""
     lines = [
@@ -190,6 +229,8 @@ TABLES: dict[str, Callable[[Rows], list[str]]] = {
     "tiny_model": tiny_model,
     "engine": engine,
     "engine_loops": engine_loops,
+    "engine_modes": engine_modes,
+    "deterministic": deterministic,
     "engine_ablations": engine_ablations,
     "engine_cpu": engine_cpu,
     "fidelity": fidelity,
@@ -200,7 +241,9 @@ TABLES: dict[str, Callable[[Rows], list[str]]] = {
 }
 
 
-FILE_OF = dict.fromkeys(("engine_loops", "engine_cpu", "engine_ablations"), "engine")
+FILE_OF = dict.fromkeys(
+    ("engine_loops", "engine_modes", "engine_cpu", "engine_ablations"), "engine"
+)
 
 
 def redrawn(text: str) -> str:

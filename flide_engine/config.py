@@ -31,10 +31,11 @@ class EngineConfig(BaseModel):
     kernels: Literal["auto", "reference", "triton"] = Field(
         "auto", description="auto: Triton on a GPU, the references on a CPU."
     )
-    deterministic: bool = Field(
-        False,
-        description="Whether every answer is bit for bit what its prompt gives alone; needs the"
-        " Triton kernels.",
+    deterministic: bool | None = Field(
+        None,
+        description="Whether every answer is bit for bit what its prompt gives alone; none: where"
+        " the kernels are Triton's. True also has replicas with other bits than their fleet's taken"
+        " out of service.",
     )
     fork: Literal["token", "grain"] = Field(
         "token",

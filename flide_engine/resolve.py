@@ -66,9 +66,12 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
 
 
-def resolve_kernels(kernels: str, device: torch.device, deterministic: bool = False) -> Kernels:
-    """The operations; auto: Triton on a GPU. Raises ConfigError for Triton without one, and for
-    deterministic references.
+def resolve_kernels(
+    kernels: str, device: torch.device, deterministic: bool | None = None
+) -> Kernels:
+    """The operations; auto: Triton on a GPU, there deterministic unless told otherwise.
+
+    Raises ConfigError for Triton without a GPU, and for deterministic references.
     """
     if kernels == "reference" or (kernels == "auto" and device.type == "cpu"):
         if deterministic:
@@ -81,7 +84,7 @@ def resolve_kernels(kernels: str, device: torch.device, deterministic: bool = Fa
         raise ConfigError("kernels 'triton' are asked for and no GPU is visible")
     from flide_engine.kernels.triton_kernels import TRITON, deterministic_kernels
 
-    return deterministic_kernels() if deterministic else TRITON
+    return TRITON if deterministic is False else deterministic_kernels()
 
 
 def check_fit(config: EngineConfig, rows: int, vocab: int, positions: int) -> None:

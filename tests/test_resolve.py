@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from flide_engine.errors import ConfigError
-from flide_engine.resolve import EMBEDDED, locate
+from flide_engine.kernels import REFERENCE
+from flide_engine.resolve import EMBEDDED, locate, resolve_kernels
 from tests.checkpoints import save_checkpoint, tiny_config
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -44,3 +46,28 @@ def test_what_is_neither_is_an_error_that_names_it(hub: Path, name: str) -> None
     """Not there, and not in the cache."""
     with pytest.raises(ConfigError, match=name):
         locate(name)
+
+
+@pytest.mark.parametrize("wanted", [None, True, False])
+def test_gpu_kernels_are_deterministic_unless_told_otherwise(wanted: bool | None) -> None:
+    """Products in one order of K by default; the library's own choice where that is asked for."""
+    pytest.importorskip("triton")
+    from flide_engine.kernels.invariant_matmul import InvariantLinear
+    from flide_engine.kernels.pointwise_ref import linear_ref
+
+    kernels = resolve_kernels("auto", torch.device("cuda"), wanted)
+    if wanted is False:
+        assert kernels.linear is linear_ref
+    else:
+        assert isinstance(kernels.linear, InvariantLinear)
+
+
+def test_references_promise_no_bits() -> None:
+    """Asked for on a CPU the mode is refused; left open, it is off."""
+    cpu = torch.device("cpu")
+    assert resolve_kernels("auto", cpu) is REFERENCE
+    assert resolve_kernels("auto", cpu, False) is REFERENCE
+    with pytest.raises(ConfigError, match="deterministic=True needs the Triton kernels"):
+        resolve_kernels("auto", cpu, True)
+    with pytest.raises(ConfigError, match="no GPU is visible"):
+        resolve_kernels("triton", cpu)

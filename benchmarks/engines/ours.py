@@ -241,7 +241,5 @@ def start(
 
     weights: folder. config: further options of EngineConfig. texts: folder of workload files.
     """
-    config = config or {}
-    if mode == "deterministic":
-        config["deterministic"] = True
+    config = {"deterministic": mode == "deterministic", **(config or {})}
     return Ours(weights, config, pool_gib, texts)

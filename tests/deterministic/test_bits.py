@@ -97,7 +97,8 @@ def bits(kernels: Kernels) -> Bits:
     if INTERPRETED:
         weights = {name: weight.float() for name, weight in weights.items()}
     model = Qwen35(made, weights, kernels)
-    pool = Pool(model.state_shape, 256, 32, dtype, DEVICE)
+    shape = model.state_shape
+    pool = Pool(shape, 256 + 32 * shape.slot_units(dtype.itemsize), dtype, DEVICE)
     executor: Executor
     if INTERPRETED:
         executor = Interpreted(model, pool)
@@ -122,6 +123,7 @@ def test_company_forks_and_checkpoints_change_no_bit() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETED, reason="its product is wrong for the two lengths above")
 def test_a_wrong_product_is_found() -> None:
     """The harness sees a product whose rows depend on how many there are."""
 
