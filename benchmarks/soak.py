@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import gc
 import json
+import logging
 import sys
 import tempfile
 import threading
@@ -19,7 +20,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.app import App, app, processes, resident_bytes
+from benchmarks.callers import a_node, engine_handle
+from benchmarks.processes import processes, resident_bytes, running_now
 from benchmarks.random_model import write as write_model
 from benchmarks.results_file import Row, stamp, write
 from benchmarks.shapes import SHAPES
@@ -103,29 +105,32 @@ def through_serve(
     config: EngineConfig, mix: Mix, clients: int, seconds: float, tolerance: float, way: str
 ) -> tuple[Report, list[str]]:
     """The same through an app in a cluster of its own, with keys. way: "handle" or "http"."""
-    expected = alone(config, mix)
+    from benchmarks.fleet.cluster import running  # reads settings of Ray when it is imported
+
+    expected, others = alone(config, mix), running_now()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "keys.json"
         keys = {tenant: f"key of {tenant}" for tenant in TENANTS}
         entries = [{"name": t, "key_sha256": [key_hash(k)]} for t, k in keys.items()]
         file.write_text(json.dumps({"tenants": entries}))
         args = AppArgs(engine=config, api_keys=str(file), gateway_replicas=2)
-        with app(args) as served:
-            soaked = _served(served, mix, clients, seconds, tolerance, expected, way, keys)
+        with running([a_node()], args) as fleet:
+            logging.getLogger("ray.serve").setLevel(logging.ERROR)
+            started = processes(others)
+            ours = {f"{p} {pid}": pid for p in ("engine", "gateway") for pid in started[p]}
+            soaked = _served(fleet, mix, clients, seconds, tolerance, expected, way, keys, ours)
             return asyncio.run(soaked)
 
 
 async def _served(
-    served: App, mix: Mix, clients: int, seconds: float, tolerance: float,
-    expected: list[Answers], way: str, keys: dict[str, str],
+    fleet: Any, mix: Mix, clients: int, seconds: float, tolerance: float,
+    expected: list[Answers], way: str, keys: dict[str, str], ours: dict[str, int],
 ) -> tuple[Report, list[str]]:  # fmt: skip
-    parts = processes()
-    ours = {f"{part} {pid}": pid for part in ("engine", "gateway") for pid in parts[part]}
     left: list[str] = []
 
     def quiet() -> dict[str, int]:
         until = time.monotonic() + QUIET_S
-        while any(waiting := [counted["waiting"] for counted in served.counters()]):
+        while any(waiting := [counted["waiting"] for counted in fleet.live().values()]):
             if time.monotonic() > until:
                 left.append(f"left {sum(waiting)} waiting requests")
                 break
@@ -135,9 +140,9 @@ async def _served(
     async with AsyncExitStack() as stack:
         target: Target
         if way == "handle":
-            target, may_end = ByHandle(served.engine), None
+            target, may_end = ByHandle(engine_handle()), None
         else:
-            target = await stack.enter_async_context(OverHttp(served.url, keys))
+            target = await stack.enter_async_context(OverHttp(fleet.url, keys))
             may_end = http_ends
         soak = Soak(mix, target, expected, tolerance, may_end)
         report, problems = await _twice(soak, clients, seconds, quiet)

@@ -225,6 +225,58 @@ def simulation(rows: Rows) -> list[str]:
     return lines
 
 
+def serving(rows: Rows) -> list[str]:
+    """What each way of asking gives."""
+    lines = [
+        "| shape | workload | clients | way | p50 ms | p99 ms | requests/s | engine CPU ms"
+        " | Gateways' CPU ms | proxy's CPU ms | card |",
+        "|---|---|---:|---|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for row in sorted(rows, key=lambda r: (r["shape"], r["work"], r["clients"])):
+        numbers = [_number(row.get(key), 1) for key in ("p50_ms", "p99_ms", "rps")]
+        proxy = row.get("haproxy_cpu_ms") if row["mode"] == "haproxy" else row.get("proxy_cpu_ms")
+        cpu = (row.get("engine_cpu_ms"), row.get("gateway_cpu_ms"), proxy)
+        numbers += [_number(ms, 2) for ms in cpu]
+        way = f"{row['mode']}, {row['gateways']} Gateways" if row["gateways"] else row["mode"]
+        head = (row["shape"], row["work"], str(row["clients"]), way)
+        lines.append(f"| {' | '.join([*head, *numbers, row['card']])} |")
+    return lines
+
+
+def serving_stages(rows: Rows) -> list[str]:
+    """Where a request's time goes, with many clients."""
+    stages = ("render", "queue", "pack", "device", "finish")
+    lines = [
+        f"| shape | workload | way | {' | '.join(stages)} | card |",
+        f"|---|---|---|{'---:|' * len(stages)}---|",
+    ]
+    for row in (r for r in rows if r["clients"] == 64):
+        spans = [
+            f"{_number(row.get(f'{s}_p50_ms'), 2)} / {_number(row.get(f'{s}_p99_ms'), 2)}"
+            for s in stages
+        ]
+        head = (row["shape"], row["work"], row["mode"])
+        lines.append(f"| {' | '.join([*head, *spans, row['card']])} |")
+    return lines
+
+
+def soak(rows: Rows) -> list[str]:
+    """Soaks and what was wrong."""
+    lines = [
+        "| shape | through | clients | seconds | asked | answered | refused, left or late | wrong"
+        " | largest difference | card |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for row in rows:
+        answered = row.get("ended_answered", 0)
+        counts = (row["asked"], answered, row["asked"] - answered, row["wrong"] + row["problems"])
+        numbers = [f"{row['seconds']:.0f}", *(f"{count:,}" for count in counts)]
+        head = (row["shape"], row["mode"], str(row["clients"]))
+        off = f"{row['worst_difference']:.1e}"
+        lines.append(f"| {' | '.join([*head, *numbers, off, row['card']])} |")
+    return lines
+
+
 TABLES: dict[str, Callable[[Rows], list[str]]] = {
     "tiny_model": tiny_model,
     "engine": engine,
@@ -238,12 +290,16 @@ TABLES: dict[str, Callable[[Rows], list[str]]] = {
     "kernels": kernels,
     "checkpoints": checkpoints,
     "simulation": simulation,
+    "serving": serving,
+    "serving_stages": serving_stages,
+    "soak": soak,
 }
 
 
 FILE_OF = dict.fromkeys(
     ("engine_loops", "engine_modes", "engine_cpu", "engine_ablations"), "engine"
 )
+FILE_OF["serving_stages"] = "serving"
 
 
 def redrawn(text: str) -> str:

@@ -7,6 +7,7 @@ GET  /v1/models      what is served
      /v1/states      what is remembered of states; see `router.states_http`
 GET  /health         200 once a decision can be answered, else 503
 GET  /version        versions of this server and of the model
+GET  /openapi.json   all of this, for machines
 """
 
 import asyncio
@@ -15,7 +16,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import orjson
@@ -27,6 +28,7 @@ from router.auth import Keys, Tenant
 from router.body import ClientLeft, Receive, decode_body, read_body
 from router.charging import Charges
 from router.http_errors import STATUS, error_body, error_headers
+from router.openapi import document
 from router.options import CallOptions, HttpLimits, from_headers
 from router.playground import Html, page
 from router.states_http import Keeper, StateRoutes, is_ours
@@ -70,6 +72,7 @@ class HttpApp:
         self._charges = charges or Charges(None)
         self._states = StateRoutes(decider, limits.max_body_bytes)
         self._page, self._page_headers = page()
+        self._document = document(asdict(limits))
         self._routes: dict[
             str, tuple[str, Callable[[Scope, Receive], Awaitable[tuple[int, Any]]]]
         ] = {
@@ -78,6 +81,7 @@ class HttpApp:
             "/v1/models": ("GET", self._models),
             "/health": ("GET", self._health),
             "/version": ("GET", self._version),
+            "/openapi.json": ("GET", self._openapi),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -172,6 +176,9 @@ class HttpApp:
     async def _health(self, scope: Scope, receive: Receive) -> tuple[int, Any]:
         await self._decider.models()
         return 200, {"status": "ok"}
+
+    async def _openapi(self, scope: Scope, receive: Receive) -> tuple[int, Any]:
+        return 200, self._document
 
     async def _version(self, scope: Scope, receive: Receive) -> tuple[int, Any]:
         return 200, await self._decider.version()

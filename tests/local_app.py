@@ -13,19 +13,21 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.app import build
 from deployments.config import AppArgs
+from deployments.state_calls import perform
 from flide_engine import DecisionRequest, DecisionResponse
 from flide_engine.engine import Engine
 from router.auth import Keys
 from router.charging import Charges
 from router.http_app import HttpApp
 from router.options import CallOptions, HttpLimits
+from router.states import StateCall, Told
 
 
 class ByHandle:
     """A `router.http_app.Decider` over the Gateway's handle."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
-        self._handle = handle
+    def __init__(self, handle: DeploymentHandle, engine: Engine) -> None:
+        self._handle, self._engine = handle, engine
 
     async def decide(
         self, request: DecisionRequest, body: bytes, options: CallOptions
@@ -37,6 +39,9 @@ class ByHandle:
             response.cancel()  # Serve does that for a call inside a call
             raise asyncio.CancelledError from None
         return answers
+
+    async def states(self, call: StateCall) -> tuple[list[Told], int]:
+        return [await asyncio.to_thread(perform, self._engine, call, "local")], 1
 
     async def models(self) -> list[dict[str, str]]:
         about = await self._handle.describe.remote()
@@ -58,7 +63,7 @@ class LocalApp:
         limits = HttpLimits(
             args.max_body_bytes, args.engine.max_decoded_bytes, args.engine.max_timeout_s
         )
-        self.http = HttpApp(ByHandle(handle), limits, self.keys, charges)
+        self.http = HttpApp(ByHandle(handle, engine), limits, self.keys, charges)
 
     def client(self) -> httpx.AsyncClient:
         """An HTTP client, in this process."""

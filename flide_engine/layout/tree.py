@@ -4,6 +4,7 @@ its own.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +15,7 @@ MAX_DEPTH = 4
 """Nodes on a path: an opening, a state, a group of questions, a question."""
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """One run of tokens of the forest.
 
     parent: index of the parent node, or -1 for a root (it continues the resumed checkpoint, if

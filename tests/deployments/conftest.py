@@ -14,6 +14,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+import ray
+from ray._raylet import Config
+from ray.serve.context import _set_global_client
 
 ROOT = Path(__file__).parents[2]
 START_WITHIN_S = 120
@@ -67,6 +70,20 @@ def serving(log: Path, *args: str) -> Iterator[Served]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGINT)
         process.wait(60)
+
+
+@contextmanager
+def joined(address: str) -> Iterator[None]:
+    """This process as part of a server's cluster."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")
+        Config.initialize("")  # Ray read the mode when it was imported
+        ray.init(address, log_to_driver=False)
+        try:
+            yield
+        finally:
+            _set_global_client(None)  # Serve would go on talking to this cluster's controller
+            ray.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -13,15 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
-import ray
 from ray import serve
-from ray._raylet import Config
 
 from deployments.client import DecisionClient
 from flide_engine.errors import BodyTooLarge, DeadlineExceeded
 from flide_engine.wire import to_json
 from router.quota import BURST_S
-from tests.deployments.conftest import serving
+from tests.deployments.conftest import joined, serving
 from tests.deployments.test_limits import asking
 from tests.deployments.test_tenants import SLOW, A, keys_file
 
@@ -71,14 +69,8 @@ def two(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[
         f"model={checkpoint}", "gateway_replicas=2", f"api_keys={keys}", "cpus_per_replica=0.1",
         f"max_body_bytes={MOST_BYTES}", f"max_decoded_bytes={MOST_BYTES}", "max_round_tokens=2048",
     )  # fmt: skip
-    with serving(folder / "log", *words) as served, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "token")
-        Config.initialize("")  # Ray read the mode when it was imported
-        ray.init(served.address, log_to_driver=False)
-        try:
-            yield Two(served.url, checkpoint, keys)
-        finally:
-            ray.shutdown()
+    with serving(folder / "log", *words) as served, joined(served.address):
+        yield Two(served.url, checkpoint, keys)
 
 
 def test_a_quota_is_the_fleet_s(two: Two) -> None:

@@ -16,15 +16,13 @@ from typing import Any
 
 import httpx
 import pytest
-import ray
 from ray import serve
-from ray._raylet import Config
 
 from deployments.client import DecisionClient
 from flide_engine.errors import InvalidRequest
 from router.ring import Ring
 from router.routing_key import session_entry
-from tests.deployments.conftest import serving
+from tests.deployments.conftest import joined, serving
 
 pytestmark = pytest.mark.ray
 
@@ -93,14 +91,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterato
     """Three replicas of the random four-layer checkpoint."""
     log = tmp_path_factory.mktemp("fleet") / "log"
     words = (f"model={checkpoint}", "num_replicas=3", "cpus_per_replica=0.1")
-    with serving(log, *words) as served, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "token")
-        Config.initialize("")  # Ray read the mode when it was imported
-        ray.init(served.address, log_to_driver=False)
-        try:
-            yield Fleet(served.url, served.address)
-        finally:
-            ray.shutdown()
+    with serving(log, *words) as served, joined(served.address):
+        yield Fleet(served.url, served.address)
 
 
 WITHOUT_PACKAGE = """

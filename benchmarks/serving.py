@@ -1,0 +1,212 @@
+"""What serving adds to the engine: `python -m benchmarks.serving 0.8B`, or `nano` without a GPU.
+
+The same requests, as JSON, in closed loops of 1, 16 and 64 clients: to an engine alone, by handle,
+over HTTP through HAProxy, and through Ray's Python proxy. Random weights, nothing is kept between
+requests. Each way is a process of its own, as Ray reads its settings when it is imported.
+Writes benchmarks/results/serving.json.
+"""
+
+import argparse
+import json
+import logging
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+from benchmarks.processes import cpu_seconds, processes, running_now
+from benchmarks.results_file import Row, stamp, write
+from benchmarks.shapes import SHAPES, WORKLOADS
+
+SAME = ("engine", "shape", "mode", "work", "clients", "gateways", "card")
+MODES = ("engine", "handle", "haproxy", "proxy")
+CLIENTS = (1, 16, 64)
+WORKS = ("race1", "race_all", "quality_all")
+DISTINCT = 64
+"""Different requests of a workload."""
+
+MARK = "ROW "
+ENVIRONMENT = {"haproxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1"}}
+WARM_UP = 0.1
+STAGES = ("render", "queue", "pack", "device", "finish")
+
+Spans = list[tuple[float, float, dict[str, Any]]]
+"""(seconds from the start, milliseconds, stages and tokens) of each answer."""
+
+
+def bodies(work: str, folder: Path) -> list[bytes]:
+    """Requests of a workload as JSON, of about as many tokens as it says."""
+    from flide_engine.families.tokenizer import TextTokenizer
+    from loadtest.synthetic import WORDS
+
+    state, questions, tokens = WORKLOADS[work]
+    sample = " ".join(WORDS * 8)
+    per_word = len(TextTokenizer(folder).encode(sample)) / (8 * len(WORDS))
+    found = []
+    for seed in range(DISTINCT):
+        rng = random.Random(f"{work} {seed}")
+
+        def text(count: int, rng: random.Random = rng) -> str:
+            return " ".join(rng.choices(WORDS, k=max(1, round(count / per_word))))
+
+        asked = {
+            f"q{i}": {"type": "noul", "instructions": text(tokens - 20)} for i in range(questions)
+        }
+        found.append(json.dumps({"state": text(state), "questions": asked}).encode())
+    return found
+
+
+def in_process(engine: Any, asked: Sequence[bytes], clients: int, seconds: float) -> Spans:
+    """A closed loop on an engine of this process, driven by the threads that finish answers."""
+    found: Spans = []
+    began = time.perf_counter()
+    ends: list[Future[None]] = [Future() for _ in range(clients)]
+
+    def ask(number: int, turn: int) -> None:
+        sent = time.perf_counter()
+        if sent - began >= seconds:
+            ends[number].set_result(None)
+            return
+        future = engine.submit(asked[turn % len(asked)])
+
+        def answered(done: "Future[Any]") -> None:
+            now, response = time.perf_counter(), done.result()
+            told = {**response.x_timing, "tokens": response.usage.input_tokens}
+            found.append((now - began, 1000 * (now - sent), told))
+            ask(number, turn + clients)
+
+        future.add_done_callback(answered)
+
+    for number in range(clients):
+        ask(number, number)
+    wait(ends)
+    return found
+
+
+def row_of(spans: Spans, seconds: float, head: Row, cpu: dict[str, float]) -> Row:
+    """A row of the results. cpu: seconds that each part used."""
+    counted = [s for s in spans if WARM_UP * seconds <= s[0] < seconds]
+    ordered = sorted(ms for _, ms, _ in counted)
+    found: Row = dict(head)
+    found |= _percentiles("", ordered)
+    found["rps"] = round(len(counted) / (seconds * (1 - WARM_UP)), 1)
+    found["input_tokens"] = round(statistics.mean(told["tokens"] for _, _, told in counted))
+    for stage in STAGES:
+        times = sorted(told[stage] for _, _, told in counted if stage in told)
+        found |= _percentiles(f"{stage}_", times) if times else {}
+    for part, used in cpu.items():
+        found[f"{part}_cpu_ms"] = round(1000 * used / max(1, len(spans)), 3)
+    return found
+
+
+def _percentiles(prefix: str, ordered: Sequence[float]) -> Row:
+    middle, high = (ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.99))
+    return {f"{prefix}p50_ms": round(middle, 3), f"{prefix}p99_ms": round(high, 3)}
+
+
+def measure(args: argparse.Namespace, folder: Path) -> None:
+    """One way's rows, printed for the parent process."""
+    mode = args.modes[0]
+    engine = {"model": str(folder), "keep_checkpoints": False, "max_queue_ms": 10**9}
+    engine |= dict(pair.split("=", 1) for pair in args.option)
+    gateways = args.gateways if mode in ("haproxy", "proxy") else 0
+    head: Row = {"engine": "ours", "shape": args.shape, "mode": mode, "gateways": gateways}
+
+    others = None if mode == "engine" else running_now()
+
+    def measured(run: Any, work: str, clients: int) -> None:
+        asked, before = bodies(work, folder), _cpu(others)
+        spans = run(asked, clients, args.seconds)
+        used = {part: seconds - before.get(part, 0.0) for part, seconds in _cpu(others).items()}
+        row = row_of(spans, args.seconds, {**head, "work": work, "clients": clients}, used)
+        print(MARK + json.dumps(row), flush=True)
+
+    plan = [(work, clients) for work in args.works for clients in args.clients]
+    if mode == "engine":
+        from flide_engine.config import EngineConfig
+        from flide_engine.engine import Engine
+
+        made = Engine(EngineConfig.model_validate(engine))
+        for work, clients in plan:
+            measured(lambda *how: in_process(made, *how), work, clients)
+        made.close()
+        return
+    from benchmarks.callers import a_node, run_callers
+    from benchmarks.fleet.cluster import running
+    from deployments.config import AppArgs
+
+    options = AppArgs.model_validate({"engine": engine, "gateway_replicas": args.gateways})
+    with running([a_node()], options) as fleet:
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        url = "" if mode == "handle" else fleet.url
+        for work, clients in plan:
+            measured(
+                lambda asked, n, s: run_callers(asked, url, n, s, min(n, args.callers)),
+                work, clients,
+            )  # fmt: skip
+
+
+def _cpu(others: frozenset[int] | None) -> dict[str, float]:
+    """Processor seconds by part of the app, which has started since those others; None: this
+    process is the engine.
+    """
+    if others is None:
+        return {"engine": time.process_time()}
+    return {part: sum(map(cpu_seconds, ids)) for part, ids in processes(others).items() if ids}
+
+
+def main() -> None:
+    """Measures each way in a process of its own, and writes the rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shape", help="nano, embedded, or a shape of benchmarks.shapes")
+    parser.add_argument("--modes", nargs="*", default=list(MODES), choices=MODES)
+    parser.add_argument("--works", nargs="*", default=list(WORKS), choices=list(WORKLOADS))
+    parser.add_argument("--clients", nargs="*", type=int, default=list(CLIENTS))
+    parser.add_argument("--seconds", type=float, default=6)
+    parser.add_argument("--gateways", type=int, default=2)
+    parser.add_argument("--callers", type=int, default=4, help="processes of clients")
+    parser.add_argument("--option", nargs="*", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--dry", action="store_true", help="writes no results")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.folder is not None:
+        measure(args, args.folder)
+        return
+    if args.shape in SHAPES:
+        from benchmarks.weights import weights_folder
+
+        folder = weights_folder(args.shape)
+    else:
+        from flide_engine.resolve import locate
+
+        folder = locate(None if args.shape == "embedded" else args.shape)[0]
+    rows: list[Row] = []
+    for mode in args.modes:
+        command = [sys.executable, "-m", "benchmarks.serving", args.shape, "--modes", mode]
+        for name in ("works", "clients", "option"):
+            command += [f"--{name}", *map(str, getattr(args, name))]
+        for name in ("seconds", "gateways", "callers"):
+            command += [f"--{name}", str(getattr(args, name))]
+        env = os.environ | ENVIRONMENT.get(mode, {})
+        process = subprocess.Popen(
+            [*command, "--folder", str(folder)], env=env, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(MARK):
+                print(line.removeprefix(MARK), end="", flush=True)
+                rows.append(json.loads(line.removeprefix(MARK)))
+        if process.wait():
+            print(f"{mode} ended with {process.returncode}", flush=True)
+    if not args.dry:
+        print("written to", write("serving", stamp(rows), SAME))
+
+
+if __name__ == "__main__":
+    main()
