@@ -16,10 +16,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flide_engine.errors import PoolExhausted
+from flide_engine.layout.compiled import compiled
 
 Ints = NDArray[np.int32]
 
 _FREE, _TAKEN = -1, -2
+_NOTHING = np.zeros(0, np.int32)
+
+
+@compiled
+def _let_go(counts: Ints, numbers: Ints) -> Ints | None:
+    """One holder less for each number: those that have none left, or None if one had none."""
+    gone = np.empty(len(numbers), np.int32)
+    count = 0
+    for n in numbers:
+        if counts[n] <= 0:
+            return None
+        counts[n] -= 1
+        if counts[n] == 0:
+            gone[count] = n
+            count += 1
+    return gone[:count]
 
 
 class Held:
@@ -46,11 +63,9 @@ class Held:
         """One holder less for each number; those without a holder are free again."""
         if not len(numbers):
             return
-        np.subtract.at(self.counts, numbers, 1)
-        assert (self.counts[numbers] >= 0).all(), f"released free {self.kind}"
-        gone = np.sort(numbers[self.counts[numbers] == 0])
+        gone = _let_go(self.counts, numbers)
+        assert gone is not None, f"released free {self.kind}"
         if len(gone):
-            gone = gone[np.flatnonzero(np.diff(gone, prepend=-1))]  # each once; np.unique is slow
             self.held -= len(gone)
             self._vacate(gone)
 
@@ -84,6 +99,27 @@ class Counted(Held):
         self._free += numbers.tolist()
 
 
+@compiled
+def _settle(pages: Ints, grid: Ints, room: NDArray[np.int64], places: Ints) -> Ints:
+    """See `Arena._settle`; a round waits for it."""
+    units = np.empty(len(pages), np.int32)
+    run, done = grid.shape[1], 0
+    for untouched in (False, True):
+        for row in range(len(room) - 1, -1, -1):
+            if done == len(pages):
+                return units
+            if room[row] == 0 or (room[row] == run) != untouched:
+                continue
+            for column in range(run):
+                if done < len(pages) and grid[row, column] == _FREE:
+                    grid[row, column] = pages[done]
+                    units[done] = row * run + column
+                    places[pages[done]] = units[done]
+                    room[row] -= 1
+                    done += 1
+    return units
+
+
 class Taken(NamedTuple):
     """What `Arena.take` gives: numbers of pages and of slots, each held once, and moves to make
     before they are used: what is in units `sources` must be copied to `targets`, of which none is
@@ -111,6 +147,9 @@ class Arena:
         self._grid = np.full((rows, run), _FREE, np.int32)
         self._grid.reshape(-1)[units:] = _TAKEN
         self._room = (self._grid == _FREE).sum(1)
+        # compiles now what a round would wait for
+        _settle(_NOTHING, self._grid, self._room, self.places)
+        _let_go(_NOTHING.copy(), _NOTHING.copy())
 
     @property
     def free(self) -> int:
@@ -147,6 +186,8 @@ class Arena:
         """Runs for slots, lowest first, then those with the fewest pages; the pages that were in
         them, and in which units.
         """
+        if not count:
+            return _NOTHING, _NOTHING, _NOTHING
         runs = np.flatnonzero(self._room == self.run)[:count]
         self._grid[runs], self._room[runs] = _TAKEN, 0
         if len(runs) < count:
@@ -160,27 +201,15 @@ class Arena:
             self._grid[more], self._room[more] = _TAKEN, 0
             runs = np.concatenate([runs, more])
             return runs.astype(np.int32), moving, sources.astype(np.int32)
-        nothing = np.zeros(0, np.int32)
-        return runs.astype(np.int32), nothing, nothing
+        return runs.astype(np.int32), _NOTHING, _NOTHING
 
     def _settle(self, pages: Ints) -> Ints:
         """Gives each page a unit, in order: rows that hold pages already first, and high ones, so
         that whole runs stay free at the low end. The units.
         """
         if not len(pages):
-            return np.zeros(0, np.int32)
-        begun = (self._room > 0) & (self._room < self.run)
-        rows = np.concatenate(
-            [np.flatnonzero(begun)[::-1], np.flatnonzero(self._room == self.run)[::-1]]
-        )
-        rows = rows[: int(np.searchsorted(np.cumsum(self._room[rows]), len(pages))) + 1]
-        row, column = np.nonzero(self._grid[rows] == _FREE)
-        row, column = rows[row[: len(pages)]], column[: len(pages)]
-        self._grid[row, column] = pages
-        np.subtract.at(self._room, row, 1)
-        units = (row * self.run + column).astype(np.int32)
-        self.places[pages] = units
-        return units
+            return _NOTHING
+        return _settle(pages, self._grid, self._room, self.places)
 
     def _pages_left(self, pages: Ints) -> None:
         units = self.places[pages]

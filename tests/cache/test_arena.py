@@ -4,7 +4,7 @@ either kind.
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flide_engine.cache.arena import Arena, Counted
@@ -13,6 +13,7 @@ from flide_engine.errors import PoolExhausted
 Ints = np.ndarray
 
 
+@settings(deadline=None)  # the first example may compile
 @given(
     st.lists(
         st.tuples(st.sampled_from(["take", "retain", "release"]), st.integers(1, 5)), max_size=40
@@ -83,6 +84,7 @@ class Memory:
         assert (arena.pages.held, arena.slots.held) == (len(pages), len(slots))
 
 
+@settings(deadline=None)  # the first example may compile
 @given(
     st.integers(1, 60),
     st.integers(1, 7),
