@@ -34,8 +34,8 @@ format: $(DEV)
 eval: $(SERVE)  ## accuracy of the embedded model on DATA; FULL=1 for everything
 	$(BIN)/python -m benchmarks.tiny_model --data $(DATA) $(if $(FULL),--full)
 
-loadtest: $(LOAD)  ## two minutes of mixed load at RATE requests/s on the embedded model; report in OUT
-	$(BIN)/python -m loadtest --workload mixed --seconds 120 --rate $(RATE) --data $(DATA) --out $(OUT)
+loadtest: $(LOAD)  ## two minutes of mixed load on the embedded model, held to its counters; report in OUT
+	$(BIN)/python -m loadtest --workload mixed --check --seconds 120 --rate $(RATE) --data $(DATA) --out $(OUT)
 
 clean:
 	rm -rf .venv
