@@ -10,10 +10,13 @@ SERVE := .venv/.serve-ready
 DEV := .venv/.dev-ready
 LOAD := .venv/.loadtest-ready
 
-.PHONY: serve test test-slow check format eval loadtest clean
+.PHONY: serve doctor test test-slow check format eval loadtest clean
 
 serve: $(SERVE)  ## serve the embedded model (or ARGS="model=... num_replicas=2") at PORT
 	@$(BIN)/python -m deployments.local port=$(PORT) $(ARGS)
+
+doctor: $(SERVE)  ## versions, kernels, what the options of ARGS come to, and what is wrong
+	@$(BIN)/python -m deployments.doctor doctor port=$(PORT) $(ARGS)
 
 test: $(DEV)  ## every test that needs neither a GPU nor much time
 	$(BIN)/python -m pytest

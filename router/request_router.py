@@ -149,9 +149,9 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         if key is not None:
             # by name, as Serve may have to try another replica than the chosen one
             home = choice.replica if choice.home else ""
-            request.kwargs.update(
-                route=tuple(key), anchor=choice.anchor, home=home, reason=choice.reason
-            )
+            request.kwargs.update(route=tuple(key), anchor=choice.anchor, home=home)
+            if request.metadata.call_method in KEYED:
+                request.kwargs["reason"] = choice.reason
         log.debug("to %s: %s", choice.replica, choice.reason, extra=_about(request))
         chosen = self._by_name[choice.replica]
         ongoing = self.replica_queue_len_cache.get(chosen.replica_id)
