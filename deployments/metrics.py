@@ -107,8 +107,15 @@ REPLICA = (
         occasional=True,
     ),
 )
-# of each process that has routers (`router.request_router`)
-ROUTER = (Metric("gauge", "flide_odd_replicas", "Replicas whose bits are not their fleet's."),)
+# of each process that has routers (`router.request_router`), while they hear from replicas
+ROUTER = (
+    Metric(
+        "gauge",
+        "flide_odd_replicas",
+        "Replicas whose bits are not their fleet's.",
+        occasional=True,
+    ),
+)
 AUTOSCALER = (
     Metric(
         "counter",

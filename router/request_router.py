@@ -93,7 +93,8 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             odd.clear()
             odd.update(found)
             self._barred = {name for name in odd if fingerprints[name].strict}
-            self._odd_replicas.set(len(odd))
+        # again at every look: Ray forgets a gauge that is not set for two exports
+        self._odd_replicas.set(len(odd))
         return [replica for replica in live if replica.replica_id.unique_id not in self._barred]
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:

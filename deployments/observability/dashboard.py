@@ -121,6 +121,12 @@ PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
         [(sums("ray_flide_checkpoint_tokens", "tier"), "{{tier}}")],
     ),
     (
+        "Checkpoints handed over",
+        "ops",
+        [(rate("ray_flide_handovers_total", "way, end"), "{{way}} {{end}}")],
+    ),
+    ("Odd replicas", "short", [(f"max (ray_flide_odd_replicas{SELECT})", "of other bits")]),
+    (
         "Replicas needed by reason",
         "short",
         [(sums("ray_flide_autoscaling_need_replicas", "reason"), "{{reason}}")],
