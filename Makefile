@@ -10,10 +10,13 @@ SERVE := .venv/.serve-ready
 DEV := .venv/.dev-ready
 LOAD := .venv/.loadtest-ready
 
-.PHONY: serve test test-slow check format eval loadtest clean
+.PHONY: serve doctor test test-slow check format eval loadtest clean
 
 serve: $(SERVE)  ## serve the embedded model (or ARGS="model=... num_replicas=2") at PORT
 	@$(BIN)/python -m deployments.local port=$(PORT) $(ARGS)
+
+doctor: $(SERVE)  ## versions, kernels, what the options of ARGS come to, and what is wrong
+	@$(BIN)/python -m deployments.doctor doctor port=$(PORT) $(ARGS)
 
 test: $(DEV)  ## every test that needs neither a GPU nor much time
 	$(BIN)/python -m pytest
@@ -34,8 +37,8 @@ format: $(DEV)
 eval: $(SERVE)  ## accuracy of the embedded model on DATA; FULL=1 for everything
 	$(BIN)/python -m benchmarks.tiny_model --data $(DATA) $(if $(FULL),--full)
 
-loadtest: $(LOAD)  ## two minutes of mixed load at RATE requests/s on the embedded model; report in OUT
-	$(BIN)/python -m loadtest --workload mixed --seconds 120 --rate $(RATE) --data $(DATA) --out $(OUT)
+loadtest: $(LOAD)  ## two minutes of mixed load on the embedded model, held to its counters; report in OUT
+	$(BIN)/python -m loadtest --workload mixed --check --seconds 120 --rate $(RATE) --data $(DATA) --out $(OUT)
 
 clean:
 	rm -rf .venv

@@ -6,6 +6,7 @@
 # annotation.
 
 import os
+from functools import partial
 from typing import Any
 
 import ray
@@ -18,8 +19,10 @@ from ray.serve.config import (
     RequestRouterConfig,
 )
 
+from deployments import logs
 from deployments.config import AppArgs
 from deployments.drain import Leaving
+from deployments.metrics import GatewayMetrics
 from deployments.replica import EngineReplica
 from router.ingress import Gateway
 from router.ledger import ACTOR as LEDGER
@@ -36,6 +39,7 @@ times as many may wait in the engine, which alone refuses. Serve's own queue kno
 
 def build(args: AppArgs) -> Application:
     """The Serve application of these arguments."""
+    logging_options = logs.options(args.log_encoding, args.log_level)
     gpus = args.gpus_per_replica
     if gpus is None:
         gpus = 1.0 if ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1 else 0.0
@@ -52,6 +56,7 @@ def build(args: AppArgs) -> Application:
         },
         **_replicas(args),
         **_routing(args),
+        **logging_options,
     )(EngineReplica)
     gateway: Any = serve.deployment(
         name=GATEWAY,
@@ -59,6 +64,7 @@ def build(args: AppArgs) -> Application:
         max_ongoing_requests=in_flight * args.most_replicas,
         ray_actor_options={"num_cpus": 0.1},
         **_keys(args),
+        **logging_options,
     )(Gateway)
     leaving = Leaving(args.handover, args.graceful_shutdown_timeout_s)
     bound = engine.bind(args.engine_options(gpus), args.names_by_key, leaving)
@@ -66,7 +72,12 @@ def build(args: AppArgs) -> Application:
         args.max_body_bytes, args.engine.max_decoded_bytes, args.engine.max_timeout_s
     )
     app: Application = gateway.bind(
-        bound, limits, args.key_hashes, args.gateway_replicas, bool(args.api_keys)
+        bound,
+        limits,
+        args.key_hashes,
+        args.gateway_replicas,
+        bool(args.api_keys),
+        partial(GatewayMetrics, args.names_by_key),
     )
     return app
 

@@ -11,9 +11,11 @@ bounds), which also stops managing the application if a policy raises.
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from deployments.metrics import AutoscalerMetrics
 
 log = logging.getLogger("ray.serve")
 
@@ -57,19 +59,38 @@ class Signal:
     refused: float = 0.0
 
 
-def demand(signals: Iterable[Signal], objectives: Objectives) -> tuple[float, str]:
-    """(replicas that what was seen needs, the reason: "load", "wait", "refused" or "agents")."""
-    told = list(signals)
-    busy = sum(s.busy for s in told)
-    over = sum(max(0.0, s.wait_ms - objectives.latency_objective_ms) for s in told)
-    waiting = over / (1000 * objectives.recover_s)
-    refused = sum(s.refused for s in told)
-    agents = sum(s.agents for s in told) / objectives.agents_per_replica
-    by_time = (busy + waiting + refused) / objectives.busy_target
-    if agents >= by_time:
-        return agents, "agents"
-    parts = {"load": busy, "wait": waiting, "refused": refused}
-    return by_time, max(parts, key=lambda name: parts[name])
+class Needs(NamedTuple):
+    """Replicas that each kind of demand asks for: busy time, backlog, and refused work add up, the
+    states of agents stand beside them.
+    """
+
+    load: float
+    wait: float
+    refused: float
+    agents: float
+
+
+def needs_of(signals: Sequence[Signal], objectives: Objectives, running: int = 0) -> Needs:
+    """What was seen, in replicas. running: those there are; any that have not told are taken to be
+    as busy as the others.
+    """
+    more = (running or len(signals)) / max(1, len(signals)) / objectives.busy_target
+    over = sum(max(0.0, s.wait_ms - objectives.latency_objective_ms) for s in signals)
+    return Needs(
+        load=more * sum(s.busy for s in signals),
+        wait=more * over / (1000 * objectives.recover_s),
+        refused=more * sum(s.refused for s in signals),
+        agents=sum(s.agents for s in signals) / objectives.agents_per_replica,
+    )
+
+
+def demand(needs: Needs) -> tuple[float, str]:
+    """(replicas needed in all, the name of the need that is most of it)."""
+    by_time = needs.load + needs.wait + needs.refused
+    if needs.agents >= by_time:
+        return needs.agents, "agents"
+    parts = needs._asdict()
+    return by_time, max(("load", "wait", "refused"), key=lambda name: parts[name])
 
 
 def wanted(now: int, need: float, objectives: Objectives) -> int:
@@ -90,31 +111,54 @@ class FleetPolicy:
     def __init__(self, **objectives: Any) -> None:
         """objectives: fields of `Objectives`. Raises ValueError, so at deployment and not later."""
         self._objectives = Objectives(**objectives)
+        self._metrics: AutoscalerMetrics | None = None
+        self._tells = True
+        self._before: tuple[int, int, str] | None = None  # target, what was asked for, and why
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         """(replicas, what is kept for the next call: the need and its reason)."""
         try:
-            return self._decide(context)
+            count, kept = self._decide(context)
         except Exception:
             # a policy that raises freezes the whole application
             log.exception("the autoscaling policy failed; the fleet stays as it is")
             return int(getattr(context, "target_num_replicas", 1) or 0), {}
+        if self._tells:
+            try:
+                self._tell(context, count, kept)
+            except Exception:
+                log.exception("the autoscaling policy tells its metrics no longer")
+                self._tells = False
+        return count, kept
 
     def _decide(self, context: Any) -> tuple[int, dict[str, Any]]:
         target, running = int(context.target_num_replicas), int(context.current_num_replicas)
         queued = float(getattr(context, "total_num_requests", 0) or 0)
         if running == 0:
             # nothing can tell of its load yet: keep what is coming, or wake for who waits
-            return max(target, 1 if queued else 0), {"need": 0.0, "reason": "waking"}
+            return max(target, 1 if queued else 0), {"reason": "waking"}
         signals = read_signals(context.aggregated_metrics or {})
         if not signals:
-            return target, {"need": float(target), "reason": "silent"}
-        need, reason = demand(signals, self._objectives)
-        # those that have not told yet are taken to be like the others
-        need *= running / len(signals) if reason != "agents" else 1.0
+            return target, {"reason": "silent"}
+        needs = needs_of(signals, self._objectives, running)
+        need, reason = demand(needs)
         if queued and need == 0.0:
             need, reason = 0.01, "load"
-        return wanted(target, need, self._objectives), {"need": need, "reason": reason}
+        kept = {"need": need, "reason": reason, "needs": needs._asdict()}
+        return wanted(target, need, self._objectives), kept
+
+    def _tell(self, context: Any, count: int, kept: dict[str, Any]) -> None:
+        """Metrics: what is needed, and a change of the target, which Serve makes some calls after
+        it was asked for.
+        """
+        self._metrics = self._metrics or AutoscalerMetrics()
+        application, target = str(context.app_name), int(context.target_num_replicas)
+        self._metrics.needs(application, kept.get("needs", {}))
+        if self._before is not None and target != self._before[0]:
+            change, (_, asked, reason) = target - self._before[0], self._before
+            ours = (asked - self._before[0]) * change > 0
+            self._metrics.decided(application, change, reason if ours else "not ours")
+        self._before = target, count, kept["reason"]
 
 
 def read_signals(metrics: Mapping[str, Mapping[Any, Any]]) -> list[Signal]:

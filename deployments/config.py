@@ -96,6 +96,12 @@ class AppArgs(BaseModel):
         description="File of tenants, with hashes of their keys and quotas, or env:NAME for an"
         " environment variable with the same text; Gateways read it.",
     )
+    log_encoding: Literal["TEXT", "JSON"] | None = Field(
+        None, description="Format of the replicas' logs; none: as Serve is configured, else TEXT."
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] | None = Field(
+        None, description="Least level that is logged; none: as Serve is configured, else INFO."
+    )
     tenant_names: str = Field(
         "",
         description='Names of keys in metrics: name=hash, comma separated; other keys are "other".',

@@ -74,18 +74,20 @@ def main() -> None:
     import ray
     from ray import serve
 
+    from deployments import logs
     from deployments.app import build
 
     print("starting Ray on this machine ...", flush=True)
     cluster = ray.init(address="local", include_dashboard=False, log_to_driver=False)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
-        serve.start(http_options={"host": HOST, "port": port})
+        logging_options = logs.options(args.log_encoding, args.log_level)
+        serve.start(http_options={"host": HOST, "port": port}, **logging_options)
         serve.run(build(args), name="default", route_prefix="/")
         url = f"http://{HOST}:{port}"
-        logs = Path(cluster.address_info["session_dir"]) / "logs" / "serve"
+        folder = Path(cluster.address_info["session_dir"]) / "logs" / "serve"
         print(
-            f"\nserving at {url}\nlogs: {logs}\n"
+            f"\nserving at {url}\nlogs: {folder}\n"
             f"cluster: {cluster.address_info['address']}\n\n"
             f"curl -s {url}/v1/systemone -H 'content-type: application/json' -d '{EXAMPLE}'\n\n"
             "Ctrl-C stops it.",

@@ -12,6 +12,7 @@ from typing import Any
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
+from deployments import logs
 from deployments.demand import Demand
 from deployments.drain import Calls, Leaving, Pace, leave, take_over
 from deployments.metrics import ReplicaMetrics
@@ -28,6 +29,7 @@ from router.routing_key import anchor_text, as_key
 from router.session_id import check_session_id
 from router.states import StateCall, Told
 from router.suspects import Turns
+from router.tracing import record_stages
 
 log = logging.getLogger("ray.serve")
 
@@ -46,6 +48,7 @@ class EngineReplica:
         """
         from flide_engine.engine import Engine  # loads torch, in the replica only
 
+        logs.join()
         self._leaving, self._draining = leaving or Leaving(), False
         self._calls, self._taken_over, self._turns = Calls(), Counter[str](), Turns()
         self._engine = Engine(EngineConfig.model_validate(config))
@@ -69,18 +72,20 @@ class EngineReplica:
         route: object = None,
         anchor: object = None,
         home: str = "",
+        reason: str = "",
     ) -> DecisionResponse | dict[str, Any]:
         """Answers a typed request with a typed response, and a plain dict with a plain dict.
 
         tenant: whose checkpoints may be used. session_id: what the state goes by. timeout_s: as
         long as its caller will wait. batch: it may wait for rounds with room to spare. route,
         anchor, home: the routing key, what of it was routed on, and the replica that this belongs
-        to if it was sent there; the request router adds them.
+        to if it was sent there; reason: why it was sent here. The request router adds them.
 
         The typed form raises the error tree, the plain one ValueError and RuntimeError, as the
         caller may not have this package. A cancelled call drops its work before it is packed.
         """
         how = {"tenant": tenant, "name": session_id, "timeout": timeout_s, "batch": batch}
+        self._metrics.routed(reason)
         if isinstance(request, DecisionRequest):
             return await self._decide(request, how, (route, anchor, home))
         try:
@@ -100,6 +105,7 @@ class EngineReplica:
         anchor: object = None,
         home: str = "",
         suspect: str = "",
+        reason: str = "",
     ) -> tuple[DecisionResponse, str, tuple[float, ...]]:
         """As `decide`, for callers with this package: (answers, this replica's id, its load).
 
@@ -107,6 +113,7 @@ class EngineReplica:
         died under it (`router.suspects`); it shares no round then.
         """
         how = {"tenant": tenant, "name": session_id, "timeout": timeout_s, "batch": batch}
+        self._metrics.routed(reason, retry=bool(suspect))
         async with self._turns.of(suspect):
             answers = await self._decide(
                 request, {**how, "alone": bool(suspect)}, (route, anchor, home)
@@ -122,6 +129,7 @@ class EngineReplica:
         """how: arguments of `Engine.submit`; routed: what the router says of the call."""
         tenant, (route, anchor, home) = how["tenant"], routed
         self._calls.began()
+        began_ns = time.time_ns()
         try:
             check_session_id(how["name"])
             routed_on = anchor_text(anchor, route)
@@ -139,6 +147,7 @@ class EngineReplica:
             self._calls.ended()
         self._answered += 1
         self._metrics.answered(answers, tenant)
+        _trace(began_ns, answers)
         return answers
 
     def _load(self) -> Load:
@@ -294,6 +303,18 @@ def fingerprint_of(engine: Any) -> Fingerprint:
 
     strict = bool(engine.config.deterministic)
     return Fingerprint(engine.weights_hash, bits_of(engine), engine.stack, strict, time.time())
+
+
+def _trace(began_ns: int, answers: DecisionResponse) -> None:
+    """Spans of what an answer says of its time in the engine."""
+    usage = answers.usage
+    attributes = {
+        "flide.questions": len(answers.answers),
+        "flide.input_tokens": usage.input_tokens,
+        "flide.reused_tokens": usage.x_reused_tokens,
+    }
+    stages = {stage: ms / 1000 for stage, ms in answers.x_timing.items()}
+    record_stages(began_ns, stages, attributes)
 
 
 def _own_id() -> str:

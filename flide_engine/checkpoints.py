@@ -26,7 +26,8 @@ from flide_engine.work import RequestWork, Resume
 class Counters:
     """Since the start. Tokens: asked for, found in checkpoints, computed; of those found, how many
     came back from host memory and from disk; and of the states' whole grains, how many were
-    computed again, request by request. Rounds, and seconds in which one was under way.
+    computed again, request by request; rows that padded rounds to their buckets. Requests that
+    resumed from a checkpoint. Rounds, and seconds in which one was under way.
     """
 
     asked: int = 0
@@ -35,6 +36,8 @@ class Counters:
     from_host: int = 0
     from_disk: int = 0
     recomputed: int = 0
+    padding: int = 0
+    resumed: int = 0
     rounds: int = 0
     busy_seconds: float = 0.0
 
@@ -104,6 +107,7 @@ class Checkpoints:
                 checkpoint.keep_for(work.name, work.route)
             work.reused = work.resume.anchor.position
             self.counters.reused += work.reused
+            self.counters.resumed += 1
         self.counters.recomputed += self._seen.tokens(
             work.tenant, work.keys[work.reused // GRAIN :]
         )

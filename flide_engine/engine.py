@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -181,7 +182,9 @@ class Engine(StateOperations):
             if self._rendering.total() + self._loop.waiting >= most:  # else it costs no lock
                 self._loop.check_number(tenant, self._rendering, most)
             self._rendering[tenant] += 1
-        self._renderers.submit(tenant, partial(self._render, request, asked_as))
+        # on, in the caller's context: what is logged of a request says whose it is
+        render = partial(copy_context().run, self._render, request, asked_as)
+        self._renderers.submit(tenant, render)
         return future
 
     @property
@@ -207,7 +210,7 @@ class Engine(StateOperations):
         return self._checkpoints.distinct_tokens()
 
     def counters(self) -> Counters:
-        """Tokens asked for, found in checkpoints and computed, since the start."""
+        """What has been counted since the start."""
         return replace(self._checkpoints.counters)
 
     def checkpoint_counts(self) -> dict[str, int]:

@@ -11,7 +11,12 @@ from flide_engine.readout import Asked, Floats
 
 
 class Pending(Protocol):
-    """A round on the device."""
+    """A round on the device.
+
+    rows: of its stream, those that pad it to its bucket included.
+    """
+
+    rows: int
 
     def wait(self) -> tuple[Floats, Floats | None]:
         """Blocks until it is done: (logits [K], hidden vectors [R, H] if any were asked for)."""
@@ -36,8 +41,8 @@ class Executor(Protocol):
 class Done:
     """A round that has been run."""
 
-    def __init__(self, logits: Floats, hidden: Floats | None) -> None:
-        self._found = logits, hidden
+    def __init__(self, rows: int, logits: Floats, hidden: Floats | None) -> None:
+        self.rows, self._found = rows, (logits, hidden)
 
     def wait(self) -> tuple[Floats, Floats | None]:
         """See Pending."""
@@ -62,7 +67,8 @@ class Eager:
         hidden = self._model.forward(to_device(plan, self._device), self._state)
         reads, rows = (torch.from_numpy(a).to(self._device) for a in (asked.reads, asked.rows))
         logits = self._model.label_logits(hidden, reads, rows)
-        return Done(logits.cpu().numpy(), hidden.float().cpu().numpy() if asked.vectors else None)
+        vectors = hidden.float().cpu().numpy() if asked.vectors else None
+        return Done(len(plan.tokens), logits.cpu().numpy(), vectors)
 
 
 def to_device(plan: RoundPlan, device: torch.device) -> StreamTensors:

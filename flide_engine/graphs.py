@@ -35,9 +35,11 @@ CUDA = torch.device("cuda")
 class Replay:
     """A replayed round; its logits are on their way to the host."""
 
-    def __init__(self, done: torch.cuda.Event, logits: Floats, hidden: Tensor | None) -> None:
+    def __init__(
+        self, rows: int, done: torch.cuda.Event, logits: Floats, hidden: Tensor | None
+    ) -> None:
         """logits: where they will be, on the host, once `done`."""
-        self._done, self._logits, self._hidden = done, logits, hidden
+        self.rows, self._done, self._logits, self._hidden = rows, done, logits, hidden
         done.record()
 
     def wait(self) -> tuple[Floats, Floats | None]:
@@ -103,7 +105,7 @@ class Bucket:
         hidden = None
         if asked.vectors:  # a copy in any case: the next replay writes where these are
             hidden = self.hidden[: len(plan.read_rows)].to(torch.float32, copy=True)
-        return Replay(landing.done, logits, hidden)
+        return Replay(self.tables.capacity.rows, landing.done, logits, hidden)
 
 
 LADDER = (

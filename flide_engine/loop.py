@@ -208,7 +208,7 @@ class RoundLoop:
         try:
             self._checkpoints.plan(work, self._round_tokens)
         except Exception as error:
-            log.exception("a request cannot be planned")
+            work.log(log.exception, "the request cannot be planned")
             work.fault = RoundFailed(f"{type(error).__name__}: {error}")
 
     def _planned(self, works: list[RequestWork]) -> list[RequestWork]:
@@ -250,12 +250,13 @@ class RoundLoop:
             return self._begin_fewer(works, error)
         except Exception as error:
             if len(works) == 1:
-                log.exception("a round of one request failed")
+                works[0].log(log.exception, "the request's round failed")
                 self._end(works[0], RoundFailed(f"{type(error).__name__}: {error}"))
                 return None
-            log.warning("a round of %d requests failed, each runs alone: %s", len(works), error)
             self._collect_under_way()
             for work in works:
+                message = "a round of %d requests failed, this one runs alone: %s"
+                work.log(log.warning, message, len(works), error)
                 self._collect(self._begin([work]))
             return None
         launched = self._clock()
@@ -265,6 +266,7 @@ class RoundLoop:
             work.passed(stage, launched)
         tokens = sum(job.forest.num_tokens for job in jobs)
         self._checkpoints.counters.computed += tokens
+        self._checkpoints.counters.padding += started.pending.rows - tokens
         for piece, place in zip(pieces, places, strict=True):
             self._keep(piece, place, started)
         for anchor in (a for marks in started.checkpoints for a in marks):
@@ -342,6 +344,7 @@ class RoundLoop:
 
     def _advance(self, work: RequestWork, fault: EngineError | None) -> None:
         if fault is not None:
+            work.log(log.error, "%s", fault)
             self._checkpoints.disown(work)
             self._end(work, fault)
             return
@@ -351,6 +354,7 @@ class RoundLoop:
             with self._changed:
                 self._scheduler.put_back([work])
             return
+        work.log(log.debug, "computed, %d tokens reused; seconds: %s", work.reused, work.times)
         self._end(work, None)
         self._done(work)
 

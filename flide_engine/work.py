@@ -1,7 +1,8 @@
 """A request on its way through the engine: its pieces, and what has been read so far."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,7 +58,8 @@ class RequestWork:
     with, limit: tokens of a piece it was planned with. alone: it shares no round. raw: values are
     wanted of it, not answers. fault: why it cannot be planned. loaded: a checkpoint of its state
     that was found on disk, until it is planned. kept: checkpoints it left. reused: tokens that its
-    checkpoint saved. times: seconds by stage so far; since: when the present one began.
+    checkpoint saved. times: seconds by stage so far; since: when the present one began. context:
+    its caller's.
     """
 
     rendered: Rendered
@@ -85,6 +87,13 @@ class RequestWork:
     times: dict[str, float] = field(default_factory=dict)
     since: float = 0.0
     kept: list[Checkpoint] = field(default_factory=list)
+    context: Context = field(default_factory=copy_context, repr=False)
+
+    def log(self, say: Callable[..., None], message: str, *args: object) -> None:
+        """Logs in the caller's context, so that a filter can name the request. say: a method of a
+        logger.
+        """
+        self.context.run(say, message, *args)
 
     @classmethod
     def of(cls, asked: Submission, rendered: Rendered, keys: list[bytes]) -> "RequestWork":

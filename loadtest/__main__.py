@@ -11,7 +11,7 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loadtest.http_transport import HttpTransport
 from loadtest.local import serving
@@ -22,6 +22,9 @@ from loadtest.runner import Progress, run_plan
 from loadtest.schedule import SHAPES, WallClock
 from loadtest.stats import summary
 from loadtest.workloads import DATA, NAMES, Options
+
+if TYPE_CHECKING:
+    from loadtest.agreement import Check
 
 Seen = tuple[list[Level], list[tuple[float, int]], dict[str, Any]]
 
@@ -48,6 +51,18 @@ def parser() -> argparse.ArgumentParser:
     add("--timeout", type=float, default=60.0, help="seconds until a request is given up")
     add("--key", default=os.environ.get("LOADTEST_KEY", ""), help="API key, or LOADTEST_KEY")
     add("--cluster", default="", help="Ray address: also counts engine replicas")
+    add(
+        "--check",
+        action="store_true",
+        help="hold the report to the server's counters (needs --cluster, or no --host); nobody else"
+        " may ask it meanwhile; exits with 1 if they differ",
+    )
+    add(
+        "--metrics-period",
+        type=float,
+        default=10.0,
+        help="seconds between Ray's exports of metrics (RAY_metrics_report_interval_ms)",
+    )
     add("--workers", type=int, default=0, help="actors that ask by handle, in place of HTTP")
     add("--app", default="default", help="name of the Serve application")
     return made
@@ -91,6 +106,16 @@ def _counter(cluster: str, app: str) -> Any:
     return partial(_connected(cluster).replicas, app)
 
 
+def _check(args: argparse.Namespace, cluster: str) -> "Check":
+    """A first look at the server's metrics. Raises ValueError if nobody says where they are."""
+    if not cluster:
+        raise ValueError("--check needs --cluster: the cluster's nodes tell the metrics")
+    urls = _connected(cluster).metrics_urls()
+    from loadtest.agreement import Check
+
+    return Check(urls, args.app, args.metrics_period, fresh=not args.host)
+
+
 def _connected(cluster: str) -> Any:
     """`loadtest.handles`, in the cluster of this address."""
     # clusters that Serve starts ask for a token; Ray reads this when it is imported
@@ -109,16 +134,21 @@ def run(args: argparse.Namespace) -> None:
         if not (host or (args.workers and cluster)):
             print("starting a server on this machine ...", file=sys.stderr, flush=True)
             host, cluster = stack.enter_context(serving(args.out / "server.log"))
+        check = _check(args, cluster) if args.check else None
         if args.workers:
             levels, replicas, about = by_handle(plan, args, cluster)
         else:
             levels, replicas, about = asyncio.run(over_http(plan, args, host, cluster))
-    via = "handle" if args.workers else "http"
-    result = summary(plan, levels, args.name or args.workload, via, about, replicas)
+        via = "handle" if args.workers else "http"
+        result = summary(plan, levels, args.name or args.workload, via, about, replicas)
+        if check is not None:
+            result["check"] = check.result(result["totals"], via)
     for line in headline(result):
         print(line)
     for path in write_run(result, args.out):
         print(path)
+    if not result.get("check", {"agrees": True})["agrees"]:
+        raise RuntimeError("the report and the server's metrics do not agree, see above")
 
 
 def report(words: list[str]) -> None:

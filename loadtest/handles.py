@@ -77,6 +77,12 @@ def replicas(app: str = "default") -> int | None:
     return int(found.replica_states.get(RUNNING, 0))
 
 
+def metrics_urls() -> list[str]:
+    """Where the cluster's nodes tell their metrics."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return [f"http://{n['NodeManagerAddress']}:{n['MetricsExportPort']}/metrics" for n in nodes]
+
+
 def about(app: str = "default") -> dict[str, Any]:
     """What an engine replica says of itself."""
     handle = serve.get_deployment_handle("Engine", app_name=app)

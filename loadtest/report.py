@@ -69,6 +69,21 @@ def headline(run: Run) -> list[str]:
         f"in all, warm-up included: requests {total['requests']}, answered {total['answered']}, "
         f"questions {total['questions']}, errors {sum(total['errors'].values())}"
     )
+    return lines + agreement_lines(run)
+
+
+def agreement_lines(run: Run) -> list[str]:
+    """For a terminal: each number of the report beside the server's, if it was held to them."""
+    check = run.get("check")
+    if check is None:
+        return []
+    lines = [f"{'':34}{'report':>14}{'server':>14}"]
+    lines += [
+        f"{row['what']:34}{number(row['report']):>14}{number(row['server']):>14}"
+        f"{'' if row['agrees'] else '  DIFFERS'}"
+        for row in check["rows"]
+    ]
+    lines += [f"dashboard: no series {name}" for name in check["dashboard"]["missing"]]
     return lines
 
 
@@ -90,6 +105,11 @@ def page(runs: Sequence[Run]) -> str:
         *(_by_work(name, run, i) for i, (name, run) in enumerate(zip(names, runs, strict=True))),
         "<h2>All that was sent</h2>",
         _totals(names, runs),
+        *(
+            _agreement(name, run, i)
+            for i, (name, run) in enumerate(zip(names, runs, strict=True))
+            if "check" in run
+        ),
         "<h2>How to read this</h2>",
         _notes(runs),
     ]
@@ -230,6 +250,26 @@ def _total(run: Run, group: str, key: str) -> Cell:
     data = run["totals"]
     value: Cell = (data[group] if group else data).get(key, 0)
     return value
+
+
+def _agreement(name: str, run: Run, index: int) -> str:
+    """Beside the server's counters."""
+    check = run["check"]
+    rows = []
+    for j, row in enumerate(check["rows"]):
+        cells = "".join(
+            _cell(row[side], f"{index}.check.rows.{j}.{side}") for side in ("report", "server")
+        )
+        mark = "yes" if row["agrees"] else "no"
+        rows.append(f'<tr><th scope="row">{escape(row["what"])}</th>{cells}<td>{mark}</td></tr>')
+    caption = (
+        f"{name}: {number(check['period_s'])} s after the run, by the server's metrics; counts are "
+        f"equal, mean times within 1%. {number(check['dashboard']['found'])} of the dashboard's "
+        "series were there"
+    )
+    missing = check["dashboard"]["missing"]
+    caption += f"; missing: {', '.join(missing)}" if missing else ""
+    return _table(caption, ["", "report", "server", "agrees"], rows)
 
 
 def _notes(runs: Sequence[Run]) -> str:

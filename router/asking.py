@@ -3,6 +3,7 @@
 """
 
 import asyncio
+import logging
 import time
 import uuid
 from typing import Any
@@ -26,6 +27,8 @@ from router.options import CallOptions
 from router.quarantine import Quarantine
 from router.routing_key import route_key
 from router.session_id import check_session_id
+
+log = logging.getLogger("ray.serve")
 
 BY_VALUE_BYTES = 3 << 20
 """Largest request that goes by gRPC, whose messages end at 4 MiB; larger ones go through Ray's
@@ -98,7 +101,9 @@ class Call:
         if not isinstance(ours, (RayActorError, EngineStopped)):
             raise ours from None
         self._failures += 1
+        log.warning("a replica died under the request: %s", ours)
         if self._suspect and self._is_to_blame(ours):
+            log.error("so did another, and it is to blame; it is refused from now on")
             raise _quarantine.put(self._request) from None
         if self._failures == self.TRIES:
             cause = f"{self.TRIES} replicas could not answer, the last one: {ours}"

@@ -28,6 +28,7 @@ from router.auth import Keys, Tenant
 from router.body import ClientLeft, Receive, decode_body, read_body
 from router.charging import Charges
 from router.http_errors import STATUS, error_body, error_headers
+from router.observed import Trip, trip_of
 from router.openapi import document
 from router.options import CallOptions, HttpLimits, from_headers
 from router.playground import Html, page
@@ -95,6 +96,9 @@ class HttpApp:
         headers = dict(scope["headers"])
         given = headers.get(REQUEST_ID) or headers.get(b"x-request-id") or b""
         request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        if request_id != headers.get(b"x-request-id", request_id):
+            # Serve logs under the one that it has, or has made
+            log.info("the caller knows this request as %s", request_id.decode())
         extra: Headers
         try:
             status, body, extra = await self._route(scope, receive)
@@ -135,8 +139,13 @@ class HttpApp:
         return *await handler(scope, receive), self._page_headers if path == "/" else []
 
     async def _decide(self, scope: Scope, receive: Receive) -> tuple[int, Any]:
+        with trip_of(scope) as trip:
+            return await self._decided(scope, receive, trip)
+
+    async def _decided(self, scope: Scope, receive: Receive, trip: Trip) -> tuple[int, Any]:
         headers = dict(scope["headers"])
         tenant = self._tenant(headers)
+        trip.tenant = tenant.name
         options = from_headers(headers, tenant.name, self._limits.max_timeout_s)
         until = time.monotonic() + (options.timeout_s or 0.0)
         try:
@@ -144,10 +153,15 @@ class HttpApp:
                 body = await self._body(scope, headers, receive)
         except TimeoutError:
             raise DeadlineExceeded(options.timeout_s or 0.0) from None
+        trip.passed("read")
         async with self._charges.charge(tenant, len(body)) as charge:
+            trip.passed("charge")
+            request = from_json(body)
+            trip.passed("parse")
             left = replace(options, timeout_s=max(0.0, until - time.monotonic()))
-            answers = await self._decider.decide(from_json(body), body, left)
+            answers = await self._decider.decide(request, body, left)
             charge.answered(answers.usage.input_tokens)
+        trip.passed("call")
         return 200, answers.model_dump()
 
     def _tenant(self, headers: dict[bytes, bytes]) -> Tenant:

@@ -28,7 +28,7 @@ for _name in (*SHIPPED, "router.boards"):
     cloudpickle.register_pickle_by_value(importlib.import_module(_name))
 
 KEYED = ("decide", "decide_with_load")
-"""Methods of a replica that are about a state, and take `route`, `anchor` and `home`."""
+"""Methods of a replica that are about a state, and take `route`, `anchor`, `home`, `reason`."""
 
 OWNERS = ("adopt", "owner")
 """Those that are for whoever a state belongs to, and nobody else: taking it over, and saying so."""
@@ -93,7 +93,8 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             odd.clear()
             odd.update(found)
             self._barred = {name for name in odd if fingerprints[name].strict}
-            self._odd_replicas.set(len(odd))
+        # again at every look: Ray forgets a gauge that is not set for two exports
+        self._odd_replicas.set(len(odd))
         return [replica for replica in live if replica.replica_id.unique_id not in self._barred]
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
@@ -131,7 +132,8 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             return [*self._ranked(pending_request), candidate_replicas]
         except Exception:
             # raised here, it would leave the caller waiting to its timeout
-            log.exception("routing failed; the least loaded replica is used")
+            message = "routing failed; the least loaded replica is used"
+            log.exception(message, extra=_about(pending_request))
             return [candidate_replicas]
 
     def _ranked(self, request: PendingRequest) -> list[list[RunningReplica]]:
@@ -149,6 +151,9 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             # by name, as Serve may have to try another replica than the chosen one
             home = choice.replica if choice.home else ""
             request.kwargs.update(route=tuple(key), anchor=choice.anchor, home=home)
+            if request.metadata.call_method in KEYED:
+                request.kwargs["reason"] = choice.reason
+        log.debug("to %s: %s", choice.replica, choice.reason, extra=_about(request))
         chosen = self._by_name[choice.replica]
         ongoing = self.replica_queue_len_cache.get(chosen.replica_id)
         if ongoing is not None and ongoing < chosen.max_ongoing_requests:
@@ -156,6 +161,11 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             return [[chosen]]
         names = self._policy.fallbacks(choice, FALLBACKS)
         return [[chosen], *([self._by_name[name]] for name in names)]
+
+
+def _about(request: PendingRequest) -> dict[str, object]:
+    """What a line about a request says of it; the context here may be another request's."""
+    return {"request_id": request.metadata.request_id, "skip_context_filter": True}
 
 
 def key_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> RouteKey | None:

@@ -1,8 +1,10 @@
 """The engine around its rounds: limits, departures, faults of one request, closing."""
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
+from contextvars import ContextVar, copy_context
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,8 @@ def assert_balanced(engine: Engine) -> None:
 
 class Lost:
     """A round whose device has failed."""
+
+    rows = 0
 
     def wait(self) -> Any:
         raise OSError("the device is gone")
@@ -386,3 +390,52 @@ def test_an_answer_says_where_its_time_went(engine: Engine) -> None:
     assert 0 < sum(response.x_timing.values()) <= spent
     assert response.usage.x_reused_tokens % 64 == 0
     assert 0 < response.usage.x_reused_tokens < response.usage.input_tokens
+
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+
+
+class Noted(logging.Handler):
+    """What is logged, with the request that the context names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((REQUEST_ID.get(), record.getMessage()))
+
+
+def test_lines_about_a_request_are_logged_in_its_callers_context(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From the rendering threads and the engine's own, in company and alone."""
+    noted, name = Noted(), "flide_engine"
+    caplog.set_level(logging.DEBUG, name)
+    monkeypatch.setattr(logging.getLogger(name), "handlers", [noted])
+    gate = Gate(engine, monkeypatch)
+
+    def submit(number: int) -> Any:
+        REQUEST_ID.set(f"id {number}")
+        return engine.submit(ask(f"state {number}"))
+
+    first = copy_context().run(submit, 0)
+    gate.wait_for_rounds(1)
+    waiting = [copy_context().run(submit, i) for i in (1, 2)]
+    for _ in range(200):
+        if engine._loop.waiting == 2:
+            break
+        time.sleep(0.005)
+    gate.fault = ValueError
+    gate.open.set()
+    for future in (first, *waiting):
+        with pytest.raises(RoundFailed):
+            future.result(10)
+    gate.fault = None
+    copy_context().run(submit, 3).result(10)
+    company = [i for i, line in noted.lines if line.startswith("a round of 2 requests failed")]
+    assert company == ["id 1", "id 2"]
+    assert [i for i, line in noted.lines if "the request's round failed" in line] == [
+        "id 0", "id 1", "id 2",
+    ]  # fmt: skip
+    assert [i for i, line in noted.lines if line.startswith("computed")] == ["id 3"]

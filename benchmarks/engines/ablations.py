@@ -49,13 +49,14 @@ class Launches:
         tables.upload()
         hidden = self._model.forward(tables.stream, self._state)
         logits = self._model.label_logits(hidden, tables.label_reads, tables.label_rows)
-        return Launched(logits, len(asked.reads))
+        return Launched(tables.capacity.rows, logits, len(asked.reads))
 
 
 class Launched:
     """A Pending of logits alone."""
 
-    def __init__(self, logits: torch.Tensor, count: int) -> None:
+    def __init__(self, rows: int, logits: torch.Tensor, count: int) -> None:
+        self.rows = rows
         self._logits = torch.empty(count, dtype=torch.float32, pin_memory=True)
         self._logits.copy_(logits[:count], non_blocking=True)
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -21,16 +21,57 @@ def stage_quantile(quantile: float) -> str:
     return f"histogram_quantile({quantile}, sum by (le, stage) ({series}))"
 
 
+def sums(metric: str, by: str) -> str:
+    """A gauge, summed over replicas."""
+    return f"sum by ({by}) ({metric}{SELECT})"
+
+
+def ratio(part: str, whole: str) -> str:
+    """One expression over another."""
+    return f"{part} / {whole}"
+
+
 BUSY = f"rate(ray_flide_busy_seconds_total{SELECT}[$__rate_interval])"
 
 PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
-        "Requests by outcome",
+        "Requests at Gateways by outcome",
+        "reqps",
+        [(rate("ray_flide_gateway_requests_total", "outcome"), "{{outcome}}")],
+    ),
+    (
+        "Requests at Gateways by tenant",
+        "reqps",
+        [(rate("ray_flide_gateway_requests_total", "tenant, via"), "{{tenant}} {{via}}")],
+    ),
+    (
+        "Requests at engines by outcome",
         "reqps",
         [(rate("ray_flide_requests_total", "outcome"), "{{outcome}}")],
     ),
-    ("Requests by tenant", "reqps", [(rate("ray_flide_requests_total", "tenant"), "{{tenant}}")]),
-    ("Questions", "ops", [(rate("ray_flide_questions_total"), "answered")]),
+    ("Questions", "ops", [(rate("ray_flide_questions_total", "tenant"), "{{tenant}}")]),
+    (
+        "Cancelled and retried",
+        "reqps",
+        [
+            (rate("ray_flide_gateway_requests_total", "", 'outcome="cancelled"'), "cancelled"),
+            (rate("ray_flide_retries_total"), "retried"),
+        ],
+    ),
+    ("Routed by reason", "reqps", [(rate("ray_flide_routed_total", "reason"), "{{reason}}")]),
+    (
+        "Stages, mean",
+        "s",
+        [
+            (
+                ratio(
+                    rate("ray_flide_stage_spent_seconds_total", "stage"),
+                    rate("ray_flide_stage_seconds_count", "stage"),
+                ),
+                "{{stage}}",
+            )
+        ],
+    ),
     ("Stages, median", "s", [(stage_quantile(0.5), "{{stage}}")]),
     ("Stages, p99", "s", [(stage_quantile(0.99), "{{stage}}")]),
     (
@@ -44,9 +85,25 @@ PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "percentunit",
         [
             (
-                f"{rate('ray_flide_request_reused_tokens_total')}"
-                f" / {rate('ray_flide_input_tokens_total')}",
+                ratio(
+                    rate("ray_flide_request_reused_tokens_total"),
+                    rate("ray_flide_input_tokens_total"),
+                ),
                 "saved",
+            )
+        ],
+    ),
+    ("Requests that resumed", "reqps", [(rate("ray_flide_checkpoint_hits_total"), "resumed")]),
+    (
+        "Bucket fill",
+        "percentunit",
+        [
+            (
+                ratio(
+                    rate("ray_flide_tokens_total", "", 'kind="computed"'),
+                    rate("ray_flide_tokens_total", "", 'kind=~"computed|padding"'),
+                ),
+                "tokens / rows",
             )
         ],
     ),
@@ -55,19 +112,36 @@ PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "Pool",
         "bytes",
-        [
-            (
-                f"sum by (tier, kind, state) (ray_flide_pool_bytes{SELECT})",
-                "{{tier}} {{kind}} {{state}}",
-            )
-        ],
+        [(sums("ray_flide_pool_bytes", "tier, kind, state"), "{{tier}} {{kind}} {{state}}")],
     ),
+    ("Checkpoints", "short", [(sums("ray_flide_checkpoints", "tier"), "{{tier}}")]),
     (
         "Distinct tokens of checkpoints",
         "short",
-        [(f"sum by (tier) (ray_flide_checkpoint_tokens{SELECT})", "{{tier}}")],
+        [(sums("ray_flide_checkpoint_tokens", "tier"), "{{tier}}")],
     ),
-    ("Checkpoints", "short", [(f"sum by (tier) (ray_flide_checkpoints{SELECT})", "{{tier}}")]),
+    (
+        "Checkpoints handed over",
+        "ops",
+        [(rate("ray_flide_handovers_total", "way, end"), "{{way}} {{end}}")],
+    ),
+    ("Odd replicas", "short", [(f"max (ray_flide_odd_replicas{SELECT})", "of other bits")]),
+    (
+        "Replicas needed by reason",
+        "short",
+        [(sums("ray_flide_autoscaling_need_replicas", "reason"), "{{reason}}")],
+    ),
+    (
+        "Autoscaling decisions",
+        "short",
+        [
+            (
+                "sum by (direction, reason)"
+                f" (increase(ray_flide_autoscaling_decisions_total{SELECT}[$__rate_interval]))",
+                "{{direction}} {{reason}}",
+            )
+        ],
+    ),
 ]
 """Title, unit, and (expression, legend) of each panel."""
 
@@ -93,7 +167,7 @@ def dashboard() -> dict[str, Any]:
         "name": "application",
         "type": "query",
         "datasource": {"type": "prometheus", "uid": "${datasource}"},
-        "query": "label_values(ray_flide_requests_total, application)",
+        "query": "label_values(ray_flide_rounds_total, application)",
         "includeAll": True,
         "allValue": ".*",
         "multi": True,

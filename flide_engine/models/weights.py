@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -38,6 +39,15 @@ def weight_files(folder: Path) -> dict[str, Path]:
     if not (folder / SINGLE).is_file():
         raise WeightsError(str(folder), (f"neither {SINGLE} nor {INDEX} is there",))
     return dict.fromkeys(_names(folder / SINGLE), folder / SINGLE)
+
+
+def parameter_count(folder: Path) -> int:
+    """Numbers in all tensors of a folder, by what the files' headers say. Raises WeightsError."""
+    count = 0
+    for path in set(weight_files(folder).values()):
+        with safe_open(path, framework="pt") as file:
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in _names(path))
+    return count
 
 
 def _names(path: Path) -> list[str]:

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.autoscaling import FleetPolicy, Objectives, Signal, demand, read_signals, wanted
+from deployments.autoscaling import (
+    FleetPolicy,
+    Objectives,
+    Signal,
+    demand,
+    needs_of,
+    read_signals,
+    wanted,
+)
 
 
 class Fleet:
@@ -118,9 +126,15 @@ def test_silence_goes_to_the_least_and_zero_if_that_is_it() -> None:
 def test_refused_work_and_agents_count() -> None:
     """What an engine turned away is demand; states want memory, busy or not."""
     objectives = Objectives()
-    assert demand([Signal(busy=0.7, refused=1.4)], objectives) == (pytest.approx(3.0), "refused")
-    assert demand([Signal(busy=0.1, agents=96)], objectives) == (3.0, "agents")
-    assert demand([Signal(0.7, 10_500.0)], objectives) == (pytest.approx(1.7 / 0.7), "wait")
+
+    def asked(*signals: Signal, running: int = 0) -> tuple[float, str]:
+        return demand(needs_of(signals, objectives, running))
+
+    assert asked(Signal(busy=0.7, refused=1.4)) == (pytest.approx(3.0), "refused")
+    assert asked(Signal(busy=0.1, agents=96)) == (3.0, "agents")
+    assert asked(Signal(0.7, 10_500.0)) == (pytest.approx(1.7 / 0.7), "wait")
+    assert asked(Signal(0.7), running=3) == (pytest.approx(3.0), "load")
+    assert asked(Signal(agents=64), running=3) == (2.0, "agents")
 
 
 @given(st.integers(0, 100), st.floats(0, 100))

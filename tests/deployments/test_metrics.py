@@ -1,21 +1,22 @@
-"""Metrics of a running app, and what the dashboard and the alerts say of them."""
+"""What is counted as what, and what the dashboard and the alerts say of it; no cluster."""
 
 import json
 import re
-import subprocess
-import sys
-import time
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
-import httpx
 import pytest
 
-from deployments.metrics import METRICS
+from deployments.autoscaling import FleetPolicy
+from deployments.metrics import METRICS, GatewayMetrics, Metric, ReplicaMetrics
 from deployments.observability.dashboard import FILE, dashboard
-from tests.deployments.conftest import Served
+from flide_engine import DecisionResponse, Usage
+from flide_engine.errors import Overloaded
+from router.observed import Trip
 
 ALERTS = FILE.with_name("alerts.yaml").read_text()
 USED = re.compile(r"\bray_flide_\w+")
-ASK = {"state": "s", "questions": {"q": {"type": "noul", "instructions": "so?"}}}
 SERIES = ("_bucket", "_sum", "_count")
 
 
@@ -35,36 +36,117 @@ def test_the_dashboard_is_what_the_code_draws_and_uses_metrics_that_exist() -> N
         assert set(USED.findall(text)) <= declared()
 
 
-PORT = """
-import os
-os.environ["RAY_AUTH_MODE"] = "token"
-import ray
-ray.init(address={address!r}, log_to_driver=False, logging_level="ERROR")
-node = ray.nodes()[0]
-print("AT", node["NodeManagerAddress"], node["MetricsExportPort"])
-"""
+class Told:
+    """Stands in for a metric of Ray's: what it was told, by its labels."""
+
+    def __init__(self, metric: Metric, into: dict[str, Counter[str]]) -> None:
+        self._declared, self._values = metric, into.setdefault(metric.name, Counter())
+
+    def _key(self, labels: dict[str, str]) -> str:
+        assert set(labels) == set(self._declared.labels)
+        return " ".join(labels[name] for name in self._declared.labels)
+
+    def inc(self, value: float, labels: dict[str, str]) -> None:
+        assert value > 0  # or Ray raises
+        self._values[self._key(labels)] += value  # type: ignore[assignment]
+
+    def observe(self, value: float, labels: dict[str, str]) -> None:
+        assert value > 0
+        self._values[self._key(labels)] += 1
+
+    def set(self, value: float, labels: dict[str, str]) -> None:
+        self._values[self._key(labels)] = value  # type: ignore[assignment]
 
 
-@pytest.mark.ray
-def test_a_scrape_has_what_is_declared_and_counts_right(
-    served: Served, client: httpx.Client
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Counter[str]]:
+    """What metrics made during the test are told, by name and labels."""
+    into: dict[str, Counter[str]] = {}
+    monkeypatch.setattr(Metric, "make", lambda metric: Told(metric, into))
+    return into
+
+
+def test_gateways_count_by_outcome_and_tenant(told: dict[str, Counter[str]]) -> None:
+    """Names that are configured, of a hundred tenants at most; stages of answers only."""
+    metrics = GatewayMetrics({f"{i:064x}": f"tenant-{i}" for i in range(60)})
+    named = [f"{59:064x}", *(f"in-file-{i}" for i in range(45))]
+    nameless = [f"{99:064x}", ""]
+    for tenant in [*named, *nameless]:
+        trip = Trip()
+        trip.tenant, trip.outcome, trip.stages = tenant, "answered", {"read": 0.0, "call": 0.25}
+        metrics.ended(trip)
+    trip = Trip("handle")
+    trip.outcome = "cancelled"
+    metrics.ended(trip)
+    kept = ["tenant-59", *named[1:41]]
+    assert told["flide_gateway_requests"] == {
+        **{f"answered {name} http": 1 for name in kept},
+        "answered other http": 5 + 2,
+        "cancelled other handle": 1,
+    }
+    assert told["flide_stage_seconds"] == {"read": 48, "call": 48}
+    assert told["flide_stage_spent_seconds"] == {"call": 12.0}
+
+
+def test_replicas_count_what_reaches_them(told: dict[str, Counter[str]]) -> None:
+    """Outcomes, why they were sent, retries; junk for a reason is not believed."""
+    metrics = ReplicaMetrics({"hash": "acme"})
+    usage = Usage(input_tokens=7, output_tokens=0, x_reused_tokens=3)
+    timing = {"queue": 2.5, "device": 0.0}
+    answer = DecisionResponse(model="m", usage=usage, answers={}, x_timing=timing)
+    metrics.answered(answer, "hash")
+    metrics.failed(Overloaded(1, "requests", 1, "max_waiting_requests", 5), "hash")
+    metrics.failed(ZeroDivisionError(), "")
+    for reason, retry in (("home", False), ("spilled", True), ("", False), ("junk", False)):
+        metrics.routed(reason, retry)
+    assert told["flide_requests"] == {"answered acme": 1, "Overloaded acme": 1, "internal other": 1}
+    assert told["flide_input_tokens"] == {"acme": 7}
+    assert told["flide_request_reused_tokens"] == {"": 3}
+    assert told["flide_stage_spent_seconds"] == {"queue": 0.0025}
+    assert told["flide_routed"] == {"home": 1, "spilled": 1}
+    assert told["flide_retries"] == {"": 1}
+
+
+def context(target: int, **metrics: float) -> Any:
+    """What Serve hands the policy of one replica."""
+    return SimpleNamespace(
+        app_name="app", target_num_replicas=target, current_num_replicas=1, total_num_requests=1,
+        aggregated_metrics={name: {"r": value} for name, value in metrics.items()},
+    )  # fmt: skip
+
+
+def test_autoscaling_decisions_count_when_they_take_effect(told: dict[str, Counter[str]]) -> None:
+    """Once each, with the reason for which they were asked for; changes by others are said so."""
+    policy = FleetPolicy(agents_per_replica=1)
+    for _ in range(3):  # Serve's delay: asked for several times
+        assert policy(context(1, busy=0.35, agents=2.0))[0] == 2
+    needs = {"app load": 0.5, "app wait": 0.0, "app refused": 0.0, "app agents": 2.0}
+    assert told["flide_autoscaling_need_replicas"] == pytest.approx(needs)
+    assert told["flide_autoscaling_decisions"] == {}
+    policy(context(2, busy=0.35, agents=2.0))
+    policy(context(2, busy=2.8))
+    policy(context(4, busy=0.1))
+    policy(context(1, busy=0.1))
+    policy(context(5, busy=0.1))
+    assert told["flide_autoscaling_decisions"] == {
+        "app up agents": 1,
+        "app up load": 1,
+        "app down load": 1,
+        "app up not ours": 1,
+    }
+
+
+def test_a_policy_that_cannot_tell_still_decides(
+    told: dict[str, Counter[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After some requests: every name but those of what did not happen, and the right numbers."""
-    for _ in range(3):
-        client.post("/v1/systemone", json=ASK).raise_for_status()
-    code = [sys.executable, "-c", PORT.format(address=served.address)]
-    done = subprocess.run(code, capture_output=True, text=True, check=True, timeout=60)
-    host, port = re.findall(r"AT (\S+) (\d+)", done.stdout)[0]
-    # if nothing was reused, and no replica left
-    wanted = declared() - {"ray_flide_request_reused_tokens_total", "ray_flide_handovers_total"}
-    for _ in range(120):
-        text = httpx.get(f"http://{host}:{port}/metrics", timeout=10).text
-        found = set(re.findall(r"^(ray_flide_\w+)\{", text, re.MULTILINE))
-        if wanted <= found:
-            break
-        time.sleep(0.5)
-    assert wanted <= found, wanted - found
-    counts = re.findall(
-        r"^ray_flide_requests_total\{[^}]*outcome=\"answered\"[^}]*\} ([\d.]+)", text, re.MULTILINE
-    )
-    assert sum(map(float, counts)) >= 3
+    """It stops trying."""
+    tries: list[Metric] = []
+
+    def broken(metric: Metric) -> Any:
+        tries.append(metric)
+        raise OSError
+
+    monkeypatch.setattr(Metric, "make", broken)
+    policy = FleetPolicy(agents_per_replica=1)
+    assert [policy(context(1, agents=2.0))[0] for _ in range(3)] == [2, 2, 2]
+    assert len(tries) == 1

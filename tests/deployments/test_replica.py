@@ -86,6 +86,7 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> EngineReplica:
     """A replica of this name, as Serve would make it."""
     monkeypatch.setattr("flide_engine.engine.Engine", FakeEngine)
     monkeypatch.setattr("flide_engine.fingerprint.bits_of", lambda engine: "bits")
+    monkeypatch.setattr("deployments.logs.join", lambda: None)  # for good, in this process
     made = EngineReplica({})
     made._id = "me"
     return made

@@ -128,6 +128,7 @@ def test_a_growing_state_stays_and_the_replica_is_told() -> None:
                     homes.add(await chosen(router, call))
                     assert call.kwargs["route"] == tuple(route_key(typed))
                     assert {call.kwargs["home"]} == homes
+                    assert call.kwargs["reason"] == "home"
                     assert 0 <= call.kwargs["anchor"] < 1 << 64
             assert len(homes) == 1
         assert router.reasons.snapshot() == {"home": 12 * 16}
