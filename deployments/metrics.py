@@ -63,7 +63,9 @@ class ReplicaMetrics:
     """One replica's metrics. Its methods must be cheap: they are called for every request."""
 
     def __init__(self, tenant_names: Mapping[str, str]) -> None:
-        """tenant_names: names of tenants that have one; all others are "other"."""
+        """tenant_names: names of keys' tenants that have one. Those of `api_keys` go by their own,
+        all others are "other".
+        """
         self._names = dict(list(tenant_names.items())[:MOST_TENANTS])
         self._of: dict[str, Any] = {}
         for metric in METRICS.values():
@@ -77,7 +79,10 @@ class ReplicaMetrics:
         self._seen: dict[str, float] = {}
 
     def tenant(self, tenant: str) -> str:
-        """The label of a tenant."""
+        """The label of a tenant: its name, while there are not too many."""
+        # shorter than the hash that an unnamed key's tenant goes by
+        if 0 < len(tenant) < 64 and len(self._names) < MOST_TENANTS:
+            self._names.setdefault(tenant, tenant)
         return self._names.get(tenant, "other")
 
     def answered(self, response: DecisionResponse, tenant: str) -> None:

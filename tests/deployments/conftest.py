@@ -74,7 +74,7 @@ def serving(log: Path, *args: str) -> Iterator[Served]:
 
 @contextmanager
 def joined(address: str) -> Iterator[None]:
-    """This process as part of a server's cluster."""
+    """Makes this process part of a server's cluster."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")
         Config.initialize("")  # Ray read the mode when it was imported

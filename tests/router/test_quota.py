@@ -257,8 +257,10 @@ def test_without_a_ledger_gateways_share_evenly() -> None:
     async def work() -> None:
         flood = asyncio.gather(*(fleet.client(REQUESTS, 1, 180, way) for way in WAYS["both"]))
         await asyncio.sleep(120)
+        assert not any(gateway.by_ledger for gateway in fleet.gateways)
         fleet.book.away = False
         await flood
+        assert all(gateway.by_ledger for gateway in fleet.gateways)
 
     fleet.clock.run(work())
     assert 540 <= fleet.within(60, 120) <= 660
