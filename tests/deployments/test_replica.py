@@ -122,7 +122,7 @@ def test_typed_for_typed_and_plain_for_plain(replica: EngineReplica) -> None:
 def test_load_comes_with_the_answers(replica: EngineReplica) -> None:
     """Beside the replica's id, in builtins."""
     answers, name, load = asyncio.run(replica.decide_with_load(PLAIN))
-    assert (answers, name) == (GOOD, "me")
+    assert (DecisionResponse.model_validate_json(answers), name) == (GOOD, "me")
     assert type(load) is tuple
     assert load == (4.0, 3.0, 2.0, 1.0)
     assert asyncio.run(replica.counters())["answered"] == 1
