@@ -106,8 +106,9 @@ class EngineReplica:
         home: str = "",
         suspect: str = "",
         reason: str = "",
-    ) -> tuple[DecisionResponse, str, tuple[float, ...]]:
-        """As `decide`, for callers with this package: (answers, this replica's id, its load).
+    ) -> tuple[bytes, str, tuple[float, ...]]:
+        """As `decide`, for callers with this package: (the response's JSON, this replica's id, its
+        load).
 
         request: also the bytes of its JSON. suspect: what the request is called if a replica has
         died under it (`router.suspects`); it shares no round then.
@@ -118,7 +119,7 @@ class EngineReplica:
             answers = await self._decide(
                 request, {**how, "alone": bool(suspect)}, (route, anchor, home)
             )
-        return answers, self._id, tuple(self._load())
+        return answers.model_dump_json().encode(), self._id, tuple(self._load())
 
     async def _decide(
         self,

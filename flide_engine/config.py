@@ -82,7 +82,7 @@ class EngineConfig(BaseModel):
         30.0, gt=0, description="Seconds after which batch work that waits counts as interactive."
     )
     tenant_weights: dict[str, float] = Field(
-        {}, description="Shares of tenants (hashes of their keys) where several wait; others 1."
+        {}, description="Shares of tenants (names, or hashes of keys) where several wait; others 1."
     )
     max_waiting_requests: int = Field(
         4096,

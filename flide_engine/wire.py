@@ -2,7 +2,8 @@
 
 Between processes a request is its JSON. A pickle of the typed form takes the engine's process
 longer to read (a small one 5 us against 3, twenty questions 31 against 20) and has no bound: a
-state of 2.0 MB of numbers is 4.5 MB of pickle, and Serve's messages end at 4 MiB.
+state of 2.0 MB of numbers is 4.5 MB of pickle, and Serve's messages end at 4 MiB. Answers come back
+the same way: 2.4 us to write in the engine's process, where a pickle takes 20.
 """
 
 import json

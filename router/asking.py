@@ -30,9 +30,10 @@ from router.session_id import check_session_id
 
 log = logging.getLogger("ray.serve")
 
-BY_VALUE_BYTES = 3 << 20
+BY_VALUE_BYTES = 2 << 20
 """Largest request that goes by gRPC, whose messages end at 4 MiB; larger ones go through Ray's
-object store. An answer repeats at most its request's names, with a number for each.
+object store. An answer repeats at most its request's names, with some 26 bytes for each, of which
+65,536 tokens make room for 1.7 MB.
 """
 
 _quarantine = Quarantine()
@@ -86,12 +87,12 @@ class Call:
         more = {**self._more, "suspect": self._suspect} if self._suspect else self._more
         return self._handle.decide_with_load.remote(self._body, timeout_s=self.left_s, **more)
 
-    def answer(self, told: tuple[DecisionResponse, str, tuple[float, ...]]) -> DecisionResponse:
+    def answer(self, told: tuple[bytes, str, tuple[float, ...]]) -> DecisionResponse:
         """The answers of what a replica returned; its load is noted for this process's routers."""
-        response, replica, load = told
+        answers, replica, load = told
         known = shared(self._handle.app_name, self._handle.deployment_name)
         known.board.answered(replica, load, time.monotonic())
-        return response
+        return DecisionResponse.model_validate_json(answers)
 
     def failed(self, error: Exception) -> None:
         """Returns if another try may help; otherwise raises the error of ours in what was raised by

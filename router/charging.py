@@ -123,6 +123,11 @@ class Charges:
         """What is leased and not used, by tenant and unit."""
         return {name: dict(purse.held) for name, purse in self._purses.items()}
 
+    @property
+    def by_ledger(self) -> bool:
+        """Whether leases come from a ledger: it answered when it was last asked."""
+        return self._book is not None and not self._is_alone
+
     async def _lease(self, name: str, purse: Purse, needs: Amounts) -> None:
         """Asks the ledger; whoever else lacks something of this tenant waits for the same answer.
 

@@ -62,9 +62,11 @@ class Gateway:
         """
         self._keys.reload(user_config.get("api_keys"))
 
-    async def leases(self) -> dict[str, dict[str, float]]:
-        """What this Gateway holds of each tenant's quotas and has not used, by unit."""
-        return self._charges.held()
+    async def leases(self) -> dict[str, Any]:
+        """held: what this Gateway has leased of each tenant's quotas and not used, by unit;
+        by_ledger: whether the fleet's ledger leased it, or nobody could be asked.
+        """
+        return {"held": self._charges.held(), "by_ledger": self._charges.by_ledger}
 
     def __serve_build_asgi_app__(self) -> App:
         """Called by Serve once the replica is constructed."""

@@ -13,6 +13,7 @@ from deployments.app import build
 from deployments.config import AppArgs
 from deployments.demand import Demand
 from deployments.drain import Leaving
+from deployments.metrics import MOST_TENANTS, ReplicaMetrics
 from deployments.replica import EngineReplica
 from flide_engine import DecisionRequest, DecisionResponse, Noul, Usage
 from flide_engine.cache.pool import Accounting
@@ -122,7 +123,7 @@ def test_typed_for_typed_and_plain_for_plain(replica: EngineReplica) -> None:
 def test_load_comes_with_the_answers(replica: EngineReplica) -> None:
     """Beside the replica's id, in builtins."""
     answers, name, load = asyncio.run(replica.decide_with_load(PLAIN))
-    assert (answers, name) == (GOOD, "me")
+    assert (DecisionResponse.model_validate_json(answers), name) == (GOOD, "me")
     assert type(load) is tuple
     assert load == (4.0, 3.0, 2.0, 1.0)
     assert asyncio.run(replica.counters())["answered"] == 1
@@ -247,6 +248,17 @@ def test_bits_of_ones_own_are_unhealthy_where_the_fleets_were_promised(
     else:
         asyncio.run(replica.check_health())
     assert looked == ([True] if strict else [])
+
+
+def test_tenants_in_metrics() -> None:
+    """By name: of a key's hash as configured, of a file of keys as they are; a hundred in all."""
+    metrics = ReplicaMetrics({"f" * 64: "acme"})
+    assert [metrics.tenant(t) for t in ("f" * 64, "e" * 64, "", "beta")] == [
+        "acme", "other", "other", "beta",
+    ]  # fmt: skip
+    labels = {metrics.tenant(f"tenant {i}") for i in range(200)}
+    assert len(labels) == MOST_TENANTS - 1
+    assert metrics.tenant("beta") == "beta"
 
 
 def test_a_cancelled_call_drops_its_work(replica: EngineReplica) -> None:

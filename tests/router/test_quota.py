@@ -111,7 +111,12 @@ async def idle(gateways: list[Charges]) -> None:
 def run(work: Callable[[Fleet], Coroutine[Any, Any, None]]) -> Fleet:
     """A fleet after some work."""
     fleet = Fleet()
-    fleet.clock.run(work(fleet))
+
+    async def all_of_it() -> None:
+        await work(fleet)
+        await idle(fleet.gateways)
+
+    fleet.clock.run(all_of_it())
     return fleet
 
 
@@ -160,6 +165,7 @@ def test_tenants_do_not_share() -> None:
             await fleet.ask(0, other, 1)
             await asyncio.sleep(0.1)
         await asked
+        await idle(fleet.gateways)
 
     fleet.clock.run(work())
     assert fleet.book.asked < 60 * 2 * 60
@@ -257,8 +263,11 @@ def test_without_a_ledger_gateways_share_evenly() -> None:
     async def work() -> None:
         flood = asyncio.gather(*(fleet.client(REQUESTS, 1, 180, way) for way in WAYS["both"]))
         await asyncio.sleep(120)
+        assert not any(gateway.by_ledger for gateway in fleet.gateways)
         fleet.book.away = False
         await flood
+        assert all(gateway.by_ledger for gateway in fleet.gateways)
+        await idle(fleet.gateways)
 
     fleet.clock.run(work())
     assert 540 <= fleet.within(60, 120) <= 660
