@@ -203,6 +203,19 @@ def checkpoints(rows: Rows) -> list[str]:
     return lines
 
 
+def rounded_states(rows: Rows) -> list[str]:
+    """What states of each type on the host change of answers."""
+    lines = [
+        "| states on the host | answers | logit, median | p99 | largest | probability, largest |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    keys = ("logit_median", "logit_p99", "logit_largest", "probability_largest")
+    for row in rows:
+        numbers = [f"{row[key]:.1e}" if row[key] else "0" for key in keys]
+        lines.append(f"| {row['mode']} | {row['answers']:,} | {' | '.join(numbers)} |")
+    return lines
+
+
 def simulation(rows: Rows) -> list[str]:
     """The largest simulated fleet by policy."""
     lines = [
@@ -289,6 +302,7 @@ TABLES: dict[str, Callable[[Rows], list[str]]] = {
     "agents": agents,
     "kernels": kernels,
     "checkpoints": checkpoints,
+    "rounded_states": rounded_states,
     "simulation": simulation,
     "serving": serving,
     "serving_stages": serving_stages,

@@ -149,3 +149,11 @@ class EngineConfig(BaseModel):
                 f" max_request_tokens {self.max_request_tokens}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _exact_states_where_bits_count(self) -> Self:
+        if self.deterministic and self.tier_state_dtype != "float32":
+            raise ValueError(
+                f"deterministic needs tier_state_dtype float32, not {self.tier_state_dtype}"
+            )
+        return self

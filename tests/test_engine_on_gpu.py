@@ -63,3 +63,37 @@ def test_answers_are_those_of_the_references() -> None:
     finally:
         gpu.close()
         cpu.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_that_left_the_card_come_back(dtype: str) -> None:
+    """A pool that holds a few of twelve growing states, all asked at once: copies to and from the
+    host run beside the rounds, pages make way for slots, answers are those of the references.
+    """
+    tight = EngineConfig.model_validate(
+        {
+            "device": "cuda", "dtype": "float32", "max_prompt_tokens": 4096,
+            "max_round_tokens": 1024, "max_request_tokens": 8192, "pool_bytes": 16_000_000,
+            "host_bytes": 1 << 30, "tier_state_dtype": dtype,
+        }
+    )  # fmt: skip
+    gpu, cpu = Engine(tight), Engine(EngineConfig(device="cpu"))
+    try:
+        for step in range(1, 4):
+            texts = [f"Case {i}. " + " ".join(WORDS[(i + k) % 9] for k in range(150 * step))
+                     for i in range(12)]  # fmt: skip
+            asked = [
+                DecisionRequest(state=t, questions={"q": Noul(instructions="Is she angry?")})
+                for t in texts
+            ]
+            futures = [gpu.submit(r) for r in asked]
+            for one, future in zip(asked, futures, strict=True):
+                want = probabilities(cpu.decide(one))
+                got = probabilities(future.result())
+                np.testing.assert_allclose(got, want, atol=2e-4 if dtype == "float32" else 5e-3)
+        assert gpu.counters().from_host > 0
+        gpu.drop_checkpoints()
+        assert gpu.accounting().bytes_free == gpu.accounting().bytes_total
+    finally:
+        gpu.close()
+        cpu.close()

@@ -175,6 +175,8 @@ def test_rounded_states_answer_almost_alike_and_keep_to_their_own_files(
     to an engine of the other.
     """
     assert EngineConfig().tier_state_dtype == "float32"
+    with pytest.raises(ValueError, match="deterministic needs tier_state_dtype float32"):
+        EngineConfig(deterministic=True, tier_state_dtype="bfloat16")
     rounded = {"disk_folder": tmp_path, "tier_state_dtype": "bfloat16"}
     first, request = Engine(config(checkpoint, **rounded)), ask(1, 60)
     try:
