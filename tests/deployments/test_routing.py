@@ -229,10 +229,6 @@ def test_states_of_every_replica(fleet: Fleet) -> None:
     assert branch.json()["tokens"] == step
     home = home_of(fleet, twin)
     assert set(fleet.http.get(twin_at).json()["replicas"]) == {holder, home}
-    before = fleet.counters()[home]["tokens_reused"]
-    other_way = text(1000, "states 0")[:500] + text(300, "another way")
-    assert fleet.who(lambda: fleet.over_http(request(other_way), twin)) == home
-    assert fleet.counters()[home]["tokens_reused"] - before >= step
     back = fleet.http.post(f"{at}/rollback", json={"tokens": step}).json()
     assert (back["tokens"], back["in_use"]) == (step, 0)
     assert fleet.http.delete(at).status_code == 200

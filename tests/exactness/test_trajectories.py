@@ -73,7 +73,7 @@ def cramped(**more: Any) -> EngineConfig:
     """A device pool that holds one of the five at a time."""
     return EngineConfig(
         max_prompt_tokens=6144, max_request_tokens=8192, max_round_tokens=1024,
-        pool_bytes=30_000_000, slot_share=0.2, **more,
+        pool_bytes=30_000_000, **more,
     )  # fmt: skip
 
 
