@@ -9,15 +9,14 @@ from typing import Any
 from deployments.replica import EngineReplica
 
 KILLS = "kills its replica, told in "
-LINGERS = "lingers"
 
-DIES_AFTER_S, LINGERS_S = 0.8, 0.25
-"""While which others come to be in the replica; each lingering one keeps one of two threads."""
+DIES_AFTER_S = 0.8
+"""While which others come to be in the replica; with one thread that renders none of them leaves."""
 
 
 class Mortal(EngineReplica):
-    """Dies by SIGKILL when it begins to render a state of `KILLS` and the name of a file, where it
-    writes its process first. A state of `LINGERS` takes long to render.
+    """Dies by SIGKILL while it renders a state that ends with `KILLS` and the name of a file, where
+    it writes its process first.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -25,11 +24,10 @@ class Mortal(EngineReplica):
         render = self._engine._family.render
 
         def mortal(request: Any) -> Any:
-            if isinstance(request.state, str) and request.state.startswith(LINGERS):
-                time.sleep(LINGERS_S)
-            if isinstance(request.state, str) and request.state.startswith(KILLS):
-                with Path(request.state.removeprefix(KILLS)).open("a") as file:
-                    file.write(f"{os.getpid()}\n")
+            _, kills, file = str(request.state).rpartition(KILLS)
+            if kills:
+                with Path(file).open("a") as deaths:
+                    deaths.write(f"{os.getpid()}\n")
                 time.sleep(DIES_AFTER_S)
                 os.kill(os.getpid(), signal.SIGKILL)
             return render(request)
