@@ -264,11 +264,13 @@ def engine(args: AppArgs) -> Iterator[Finding]:
         yield Finding(
             "engine", f"{made.card.name}, weights {made.weights_hash}, ready in {took:.1f} s"
         )
-        held = made.tier_bytes()
-        for (tier, kind), (_, total) in held.items():
-            yield Finding(f"{tier} {kind}s", _gib(total))
+        room: dict[str, int] = {}
+        for (tier, _), (_, total) in made.tier_bytes().items():
+            room[tier] = room.get(tier, 0) + total
+        for tier, total in room.items():
+            yield Finding(f"states, {tier}", _gib(total))
         if device.type == "cpu":
-            memory = sum(total for (tier, _), (_, total) in held.items() if tier != "disk")
+            memory = sum(total for tier, total in room.items() if tier != "disk")
             yield _host_memory(args, size + memory, available)
         answer = made.decide(orjson.loads(EXAMPLE))
         times = ", ".join(f"{stage} {ms:.1f}" for stage, ms in answer.x_timing.items())

@@ -163,7 +163,7 @@ def test_an_engine_that_cannot_start(checkpoint: Path, tmp_path: Path) -> None:
     options = {"host_bytes": 1 << 24, "disk_folder": str(folder)}
     found = list(engine(AppArgs(**small, **options, disk_bytes=1 << 60)))
     assert wrong(found) == ["a smaller disk_bytes"]
-    assert {"host rows", "disk files"} <= {finding.what for finding in found}
+    assert {"states, device", "states, host", "states, disk"} <= {finding.what for finding in found}
 
 
 @pytest.mark.parametrize(("available", "few"), [(1 << 40, 0), (200 << 20, 1), (1000, 1)])
