@@ -23,6 +23,7 @@ from typing import Any
 from benchmarks.processes import cpu_seconds, processes, running_now
 from benchmarks.results_file import Row, stamp, write
 from benchmarks.shapes import SHAPES, WORKLOADS
+from loadtest.synthetic import WORDS
 
 SAME = ("engine", "shape", "mode", "work", "clients", "gateways", "card")
 MODES = ("engine", "handle", "haproxy", "proxy")
@@ -32,7 +33,12 @@ DISTINCT = 64
 """Different requests of a workload."""
 
 MARK = "ROW "
-ENVIRONMENT = {"haproxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1"}}
+ENVIRONMENT = {
+    "haproxy": {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    }
+}
 WARM_UP = 0.1
 STAGES = ("render", "queue", "pack", "device", "finish")
 
@@ -42,24 +48,35 @@ Spans = list[tuple[float, float, dict[str, Any]]]
 
 def bodies(work: str, folder: Path) -> list[bytes]:
     """Requests of a workload as JSON, of about as many tokens as it says."""
-    from flide_engine.families.tokenizer import TextTokenizer
-    from loadtest.synthetic import WORDS
+    from flide_engine.families.registry import load_family
+    from flide_engine.wire import from_plain
+
+    family, _ = load_family(folder, work, "", 0)
+
+    def tokens_of(state: int, questions: int, words: int) -> int:
+        asked = _request(random.Random(0), state, questions, words)
+        return family.render(from_plain(asked)).input_tokens
 
     state, questions, tokens = WORKLOADS[work]
-    sample = " ".join(WORDS * 8)
-    per_word = len(TextTokenizer(folder).encode(sample)) / (8 * len(WORDS))
-    found = []
-    for seed in range(DISTINCT):
-        rng = random.Random(f"{work} {seed}")
+    per_word = (tokens_of(500, 1, 10) - tokens_of(100, 1, 10)) / 400
+    # what a question has beside its words
+    around = tokens_of(100, 2, 50) - tokens_of(100, 1, 50) - 50 * per_word
+    words = max(1, round((tokens - around) / per_word))
+    return [
+        json.dumps(
+            _request(random.Random(f"{work} {seed}"), round(state / per_word), questions, words)
+        ).encode()
+        for seed in range(DISTINCT)
+    ]
 
-        def text(count: int, rng: random.Random = rng) -> str:
-            return " ".join(rng.choices(WORDS, k=max(1, round(count / per_word))))
 
-        asked = {
-            f"q{i}": {"type": "noul", "instructions": text(tokens - 20)} for i in range(questions)
-        }
-        found.append(json.dumps({"state": text(state), "questions": asked}).encode())
-    return found
+def _request(rng: random.Random, state: int, questions: int, words: int) -> dict[str, Any]:
+    """A state and yes/no questions of so many words each."""
+    asked = {
+        f"q{i}": {"type": "noul", "instructions": " ".join(rng.choices(WORDS, k=words))}
+        for i in range(questions)
+    }
+    return {"state": " ".join(rng.choices(WORDS, k=state)), "questions": asked}
 
 
 def in_process(engine: Any, asked: Sequence[bytes], clients: int, seconds: float) -> Spans:

@@ -1,0 +1,93 @@
+"""The serving benchmark's own parts: requests of the size they say, a closed loop, rows."""
+
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from benchmarks.processes import cpu_seconds, processes, resident_bytes, running_now
+from benchmarks.serving import bodies, in_process, row_of
+from benchmarks.shapes import WORKLOADS, tokens_of
+from benchmarks.soak import grown
+from flide_engine import DecisionResponse, Usage
+from flide_engine.families.registry import load_family
+from flide_engine.resolve import locate
+from flide_engine.wire import from_json
+
+
+@pytest.mark.parametrize("work", ["race1", "race_all", "multirc"])
+def test_requests_have_about_the_tokens_of_their_workload(work: str) -> None:
+    """And its questions; all of them differ."""
+    folder, name = locate("nano")
+    family, _ = load_family(folder, name, "", 0)
+    made = bodies(work, folder)
+    assert len(set(made)) == len(made)
+    for body in made[:3]:
+        request = from_json(body)
+        assert len(request.questions) == WORKLOADS[work][1]
+        tokens = family.render(request).input_tokens
+        assert 0.85 * tokens_of(work) <= tokens <= 1.15 * tokens_of(work)
+
+
+@dataclass
+class Slow:
+    """Answers each request after a moment, on a thread of its own."""
+
+    most: int = 0
+    asked: list[bytes] = field(default_factory=list)
+    _now: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def submit(self, body: bytes) -> "Future[DecisionResponse]":
+        future: Future[DecisionResponse] = Future()
+        with self._lock:
+            self._now += 1
+            self.most = max(self.most, self._now)
+            self.asked.append(body)
+
+        def answer() -> None:
+            with self._lock:
+                self._now -= 1
+            usage = Usage(input_tokens=7, output_tokens=0)
+            response = DecisionResponse(model="m", usage=usage, answers={}, x_timing={"queue": 2.0})
+            future.set_result(response)
+
+        threading.Timer(0.01, answer).start()
+        return future
+
+
+def test_a_closed_loop_keeps_its_clients_busy() -> None:
+    """As many in flight as there are clients, never more, all requests in turn."""
+    engine = Slow()
+    spans = in_process(engine, [b"a", b"b", b"c"], clients=3, seconds=0.2)
+    assert engine.most == 3
+    assert len(spans) == len(engine.asked)
+    assert set(engine.asked) == {b"a", b"b", b"c"}
+    assert all(ms >= 10 for _, ms, _ in spans)
+
+
+def test_a_row_counts_what_is_answered_after_the_warm_up() -> None:
+    """Percentiles of requests and of stages, processor time for each request."""
+    told: dict[str, Any] = {"tokens": 10, "queue": 1.0, "device": 3.0}
+    spans = [(0.1 * i, float(i), told) for i in range(1, 21)]
+    row = row_of(spans, 2.0, {"mode": "m"}, {"engine": 0.04})
+    assert (row["mode"], row["input_tokens"], row["engine_cpu_ms"]) == ("m", 10, 2.0)
+    assert row["rps"] == round(18 / 1.8, 1)
+    assert (row["p50_ms"], row["p99_ms"]) == (10.0, 18.0)
+    assert (row["queue_p50_ms"], row["device_p99_ms"]) == (1.0, 3.0)
+    assert "render_p50_ms" not in row
+
+
+def test_this_process_is_seen() -> None:
+    """Its memory and time; one that is gone counts nothing; others are left out."""
+    assert resident_bytes() > 10 << 20
+    assert cpu_seconds(1 << 30) == resident_bytes(1 << 30) == 0
+    assert not any(processes(running_now()).values())
+
+
+def test_growth_is_told() -> None:
+    """Beyond a twentieth."""
+    assert grown({"a": 100 << 20}, {"a": 105 << 20}) == []
+    assert grown({"a": 100 << 20}, {"a": 106 << 20}) == ["a grew from 100 to 106 MiB"]
