@@ -11,7 +11,7 @@ from deployments.replica import EngineReplica
 KILLS = "kills its replica, told in "
 
 DIES_AFTER_S = 0.8
-"""While which others come to be in the replica; with one thread that renders none of them leaves."""
+"""While which others come to be in the replica; with one thread that renders, none leaves."""
 
 
 class Mortal(EngineReplica):

@@ -290,7 +290,10 @@ def kill_under(watched: Watched) -> None:
         target=lambda: got.append(watched.ask("word " * 4000, session="victim"))
     )
     long.start()
-    time.sleep(0.5)  # it takes seconds here
+    for _ in range(200):  # it takes seconds from when its round begins
+        if watched.replicas()[owner]["tokens_asked"] > after[owner]["tokens_asked"]:
+            break
+        time.sleep(0.05)
     os.kill(after[owner]["process"], signal.SIGKILL)
     long.join()
     assert got
