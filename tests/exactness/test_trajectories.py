@@ -70,10 +70,10 @@ def replayed(engine: Engine, steps: list[list[Step]]) -> None:
 
 
 def cramped(**more: Any) -> EngineConfig:
-    """A device pool that holds one of the five at a time."""
+    """A device pool that holds one or two of the five at a time."""
     return EngineConfig(
         max_prompt_tokens=6144, max_request_tokens=8192, max_round_tokens=1024,
-        pool_bytes=30_000_000, **more,
+        pool_bytes=20_000_000, **more,
     )  # fmt: skip
 
 
@@ -103,13 +103,12 @@ def test_from_the_device(steps: list[list[Step]]) -> None:
 
 
 def test_from_host_memory(steps: list[list[Step]]) -> None:
-    """Each step finds its state on the host: the four others have driven it off the device."""
+    """Steps find their states on the host: the others have driven them off the device."""
     engine = Engine(cramped(host_bytes=256 << 20))
     try:
         replayed(engine, steps)
         counters = engine.counters()
-        asked_again = sum(len(t) - 1 for t in steps)
-        assert counters.from_host > 1000 * asked_again
+        assert counters.from_host > 0.2 * counters.reused
         assert counters.reused > 0.5 * counters.asked
     finally:
         engine.close()
