@@ -198,27 +198,46 @@ class Checkpoints:
         loaded, work.loaded = work.loaded, None
         position = max(c.position if c else 0 for c in (here, held))
         if loaded is not None and len(loaded.tokens) > position:
-            if self._bring(work, len(loaded.tokens), loaded, loaded.known):
+            tokens = tokens[: len(loaded.tokens)]
+            if self._bring(work.tenant, tokens, keys, loaded, loaded.known):
                 self.counters.from_disk += len(loaded.tokens)
         elif held is not None and position > (here.position if here else 0):
             held.locks += 1  # making room on the device may store what leaves there
-            if made := self._bring(work, position, held, held):
+            if made := self._bring(work.tenant, tokens[:position], keys, held, held):
                 made.hits = held.hits
                 self.counters.from_host += position
             held.locks -= 1
             held.used = self._clock()
 
+    def bring_copy(self, held: Checkpoint) -> Checkpoint | None:
+        """Copies a checkpoint of the host tier to the device, where it is complete on return. None
+        if no room can be made for it.
+        """
+        assert self._tiers is not None
+        index = self._tiers.host.index
+        held.locks += 1
+        made = self._bring(held.tenant, index.tokens_of(held), index.keys_of(held), held, held)
+        held.locks -= 1
+        if made is not None:
+            self._tiers.settle(copies=True)
+        return made
+
     def _bring(
-        self, work: RequestWork, position: int, source: Checkpoint | Loaded, known_as: Named
+        self,
+        tenant: str,
+        tokens: Ints,
+        keys: Sequence[bytes],
+        source: Checkpoint | Loaded,
+        known_as: Named,
     ) -> Checkpoint | None:
-        """Begins to copy a checkpoint of work's state to the device. None if no room can be made
-        for it.
+        """Begins to copy a checkpoint of the state of these tokens to the device. None if no room
+        can be made for it.
 
         known_as: for whom it is kept; that the device keeps it, too, is not what it was pinned for.
         """
         assert self._tiers is not None
-        tokens, keys = work.rendered.prompts[0][:position], work.keys
-        known = self.index.match(work.tenant, tokens, keys, position)
+        position = len(tokens)
+        known = self.index.match(tenant, tokens, keys, position)
         base = known.checkpoint
         if base is not None:
             base.locks += 1
@@ -233,7 +252,7 @@ class Checkpoints:
         event = self._tiers.restore(source, first, self._pool, pages, int(slots[0]))
         every = np.concatenate([known.pages, pages]).astype(np.int32)
         made, taken, _ = self.index.insert(
-            work.tenant, tokens, keys, every, int(slots[0]), self._clock(),
+            tenant, tokens, keys, every, int(slots[0]), self._clock(),
             known_as.name, known_as.anchor,
         )  # fmt: skip
         made.branches |= known_as.branches

@@ -84,30 +84,58 @@ class States:
         ]
 
     def leaves(self) -> list[Leaf]:
-        """What to hand over for every state of every tenant, the last used first.
+        """What to hand over for every state of every tenant: of the device, then what only the
+        host has, of either the last used first.
 
         A checkpoint with several names is told once for each: they may go to different engines.
         """
-        page = self._pool.shape.page_bytes(self._pool.dtype.itemsize)
-        slot = self._pool.shape.slot_bytes(self._pool.dtype.itemsize)
-        every = [(c, name, anchor) for c in self._index for name, anchor in c.names()]
+        here = [(c, name, anchor) for c in self._index for name, anchor in c.names()]
+        copies = [] if self._tiers is None else list(self._tiers.host.index)
+        there = [(c, name, anchor) for c in copies for name, anchor in c.names()]
         longest: dict[tuple[str, str], int] = {}
-        for c, name, anchor in every:
+        for c, name, anchor in (*here, *there):
             state = c.tenant, name or anchor
             longest[state] = max(c.position, longest.get(state, 0))
+
+        def wanted(c: Checkpoint, name: str, anchor: str) -> bool:
+            return c.pinned or c.position == longest[c.tenant, name or anchor]
+
+        here = [
+            (c, name, anchor)
+            for c, name, anchor in here
+            if wanted(c, name, anchor) or not self._index.is_continued(c)
+        ]
+        there = [found for found in there if wanted(*found) and not self._has(found[0])]
+        by_use = [sorted(part, key=lambda found: -found[0].used) for part in (here, there)]
+        page = self._pool.shape.page_bytes(self._pool.dtype.itemsize)
+        slot = self._pool.shape.slot_bytes(self._pool.dtype.itemsize)
         return [
             Leaf(c.tenant, name, anchor, c.position, slot + page * c.position // GRAIN, c)
-            for c, name, anchor in sorted(every, key=lambda found: -found[0].used)
-            if c.pinned
-            or not self._index.is_continued(c)
-            or c.position == longest[c.tenant, name or anchor]
+            for c, name, anchor in (*by_use[0], *by_use[1])
         ]
 
+    def _has(self, copy: Checkpoint) -> bool:
+        """Whether the device has a checkpoint of the host tier, too."""
+        assert self._tiers is not None
+        index = self._tiers.host.index
+        tokens, keys = index.tokens_of(copy), index.keys_of(copy)
+        found = self._index.match(copy.tenant, tokens, keys, copy.position).checkpoint
+        return found is not None and found.position == copy.position
+
     def export_leaf(self, leaf: Leaf, weights: str) -> bytes | None:
-        """A checkpoint as bytes; None if it was evicted since it was listed."""
-        if leaf.checkpoint not in self._index:
+        """A checkpoint as bytes; None if it was evicted since it was listed. One that only the host
+        has is put on the device for it.
+        """
+        c = leaf.checkpoint
+        if c in self._index:
+            return self._packed(c, leaf.name, leaf.anchor, weights)
+        if self._tiers is None or c not in self._tiers.host.index:
             return None
-        return self._packed(leaf.checkpoint, leaf.name, leaf.anchor, weights)
+        made = self._kept.bring_copy(c)
+        if made is None:
+            return None
+        made.pinned, made.used = made.pinned or c.pinned, c.used
+        return self._packed(made, leaf.name, leaf.anchor, weights)
 
     def _packed(self, c: Checkpoint, name: str, anchor: str, weights: str) -> bytes:
         return take_out(

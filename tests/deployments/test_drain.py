@@ -284,3 +284,37 @@ def test_a_pin_goes_along_as_far_as_there_is_room_for_it() -> None:
     finally:
         engine.close()
         full.close()
+
+
+def test_what_only_host_memory_has_is_handed_over_too() -> None:
+    """After what the device has: there is room for a few states only there."""
+    options = {"model": "nano", "device": "cpu", "pool_bytes": 3 << 20, "max_round_tokens": 1024}
+    limits = {"max_prompt_tokens": 1024, "max_request_tokens": 1024}
+    first = Engine(EngineConfig.model_validate({**options, **limits, "host_bytes": 64 << 20}))
+    second = Engine(EngineConfig(model="nano", device="cpu"))
+    try:
+        states = [f"Run {i}. " + f"step {i} went well; " * 60 for i in range(12)]
+        for i, state in enumerate(states):
+            first.submit(ask(state), name=str(i), anchor=ANCHOR).result(60)
+            first.submit(ask(state + "and well"), name=str(i), anchor=ANCHOR).result(60)
+        leaves = first.leaves()
+        assert {leaf.name for leaf in leaves} == {str(i) for i in range(12)}
+        on_device = {i.name for i in first.states() if i.tier == "device"}
+        assert len(on_device) < 12
+        assert {leaf.name for leaf in leaves[: len(on_device)]} == on_device
+        for leaf in leaves:
+            data = first.export_leaf(leaf)
+            assert data is not None
+            assert second.import_state(data) == leaf.tokens
+        fresh = Engine(EngineConfig(model="nano", device="cpu", keep_checkpoints=False))
+        for i, state in enumerate(states):
+            grown = ask(state + "and well and more")
+            answer = second.submit(grown, name=str(i)).result(60)
+            assert answer.usage.input_tokens - answer.usage.x_reused_tokens < 64 + 8 + 32
+            assert answer.answers["q"].probabilities == pytest.approx(
+                fresh.decide(grown).answers["q"].probabilities, abs=1e-6
+            )
+        fresh.close()
+    finally:
+        first.close()
+        second.close()
