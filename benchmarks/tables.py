@@ -247,9 +247,8 @@ def serving(rows: Rows) -> list[str]:
     ]
     for row in sorted(rows, key=lambda r: (r["shape"], r["work"], r["clients"])):
         numbers = [_number(row.get(key), 1) for key in ("p50_ms", "p99_ms", "rps")]
-        proxy = row.get("haproxy_cpu_ms") if row["mode"] == "haproxy" else row.get("proxy_cpu_ms")
-        cpu = (row.get("engine_cpu_ms"), row.get("gateway_cpu_ms"), proxy)
-        numbers += [_number(ms, 2) for ms in cpu]
+        asked = ("engine", "gateway", row["mode"]) if row["gateways"] else ("engine", "", "")
+        numbers += [_number(row.get(f"{part}_cpu_ms"), 2) for part in asked]
         way = f"{row['mode']}, {row['gateways']} Gateways" if row["gateways"] else row["mode"]
         head = (row["shape"], row["work"], str(row["clients"]), way)
         lines.append(f"| {' | '.join([*head, *numbers, row['card']])} |")

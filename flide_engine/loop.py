@@ -335,7 +335,8 @@ class RoundLoop:
             try:
                 check_finite([work.rendered.reads[i] for i in indices], values)
             except EngineError as error:
-                faults.setdefault(work, error)
+                # who keeps the error must not keep its frames, and with them the round's requests
+                faults.setdefault(work, error.with_traceback(None))
             work.values.update(zip(indices, values, strict=True))
         for work in under_way.works:
             self._advance(work, faults.get(work))

@@ -21,6 +21,7 @@ from flide_engine.errors import (
     NonFiniteOutput,
     NotReady,
     Overloaded,
+    PoolExhausted,
     RoundFailed,
     TooManyTokens,
     UnknownModel,
@@ -258,6 +259,43 @@ def test_one_who_asks_alone_shares_no_round(
     for future in (first, *waiting):
         assert future.result(10).answers
     assert sorted(gate.rounds) == [1, 1, 2]
+
+
+def test_memory_that_is_short_makes_rounds_smaller(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints go first, then a round is halved until it fits; a request fails only if it does
+    not fit alone.
+    """
+    engine.decide(ask("long enough to be remembered " * 8))
+    assert engine.checkpoint_counts()["device"] > 0
+    gate = Gate(engine, monkeypatch)
+    held, most = engine._loop._runner.start, 2
+
+    def short(jobs: list[Job], asked: Asked) -> Started:
+        prompts = sum(len(job.forest.leaves) for job in jobs)
+        if gate.open.is_set() and prompts > most:
+            gate.rounds.append(-prompts)
+            raise PoolExhausted("pages", 1 << 20, 0, 1 << 20)
+        return held(jobs, asked)
+
+    monkeypatch.setattr(engine._loop._runner, "start", short)
+    first = engine.submit(ask())
+    gate.wait_for_rounds(1)
+    waiting = [engine.submit(ask(f"state {i}")) for i in range(8)]
+    large = engine.submit(ask("s", **{f"q{i}": NOUL | {"instructions": f"{i}?"} for i in range(3)}))
+    for _ in range(200):
+        if engine._loop.waiting == 9:
+            break
+        time.sleep(0.005)
+    gate.open.set()
+    for future in (first, *waiting):
+        assert future.result(10).answers
+    with pytest.raises(PoolExhausted):
+        large.result(10)
+    assert engine.checkpoint_counts()["device"] == 0
+    assert min(gate.rounds) < -most
+    assert engine.is_alive()
 
 
 def test_those_who_leave_are_not_run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

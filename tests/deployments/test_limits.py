@@ -250,6 +250,34 @@ def test_the_tokens_that_wait(checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
             assert all(future.result(20).answers for future in futures)
 
 
+def test_the_wait_that_is_predicted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At `max_queue_ms` a request is taken, above it is refused, by HTTP and by handle."""
+    with local_app(model=str(checkpoint), max_queue_ms=100) as app:
+        held = Held(app.engine, monkeypatch)
+        futures = [app.engine.submit(asking())]
+        assert held.begun.wait(10)
+        futures.append(app.engine.submit(asking()))
+        settled(app.engine, 1)
+        door = app.engine._loop._scheduler._door
+        monkeypatch.setattr(door, "wait_ms", lambda *_, **__: 100.0)
+        taken = app.handle.decide.remote(asking())
+        found: list[httpx.Response] = []
+        asker = threading.Thread(target=lambda: found.append(app.post(json=asking())))
+        asker.start()
+        settled(app.engine, 3)
+        monkeypatch.setattr(door, "wait_ms", lambda *_, **__: 101.0)
+        answer = app.post(json=asking())
+        assert answer.status_code == 429
+        assert "101 ms wait, the queue takes 100 (max_queue_ms)" in answer.text
+        with pytest.raises(RuntimeError, match="max_queue_ms"):
+            app.handle.decide.remote(asking()).result(timeout_s=10)
+        held.open.set()
+        asker.join(10)
+        assert found[0].status_code == 200
+        assert taken.result(timeout_s=10)["answers"]
+        assert all(future.result(10).answers for future in futures)
+
+
 def test_a_deadline_and_a_departure(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A deadline over HTTP and by handle is the engine's, too; a client that goes takes its work
     out of the queue. Nothing is left then.
