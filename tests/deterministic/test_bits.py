@@ -80,7 +80,7 @@ class Interpreted:
         tables.upload()
         hidden = self._model.forward(tables.stream, self._state)
         logits = self._model.label_logits(hidden, tables.label_reads, tables.label_rows)
-        return Done(logits[: len(asked.reads)].clone().numpy(), None)
+        return Done(tables.capacity.rows, logits[: len(asked.reads)].clone().numpy(), None)
 
 
 def bits(kernels: Kernels) -> Bits:
