@@ -324,6 +324,8 @@ class RoundLoop:
         # rounds overlap where they run ahead: time is counted once
         counters.busy_seconds += now - max(under_way.began, self._counted_to)
         self._counted_to = now
+        with self._changed:  # before its answers: they bear the load that is left
+            self._scheduler.observe(under_way.tokens, now - under_way.began, now)
         for work in under_way.works:
             work.passed("device", now)
         faults: dict[RequestWork, EngineError] = {}
@@ -340,8 +342,6 @@ class RoundLoop:
             work.values.update(zip(indices, values, strict=True))
         for work in under_way.works:
             self._advance(work, faults.get(work))
-        with self._changed:  # nobody waits for this any more
-            self._scheduler.observe(under_way.tokens, now - under_way.began, now)
 
     def _advance(self, work: RequestWork, fault: EngineError | None) -> None:
         if fault is not None:

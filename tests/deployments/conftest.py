@@ -79,10 +79,13 @@ def joined(address: str) -> Iterator[None]:
         patch.setenv("RAY_AUTH_MODE", "token")
         Config.initialize("")  # Ray read the mode when it was imported
         ray.init(address, log_to_driver=False)
+        # Serve would go on talking to the controller of a cluster before; handles that are still
+        # there may have remembered it after its end
+        _set_global_client(None)
         try:
             yield
         finally:
-            _set_global_client(None)  # Serve would go on talking to this cluster's controller
+            _set_global_client(None)
             ray.shutdown()
 
 
