@@ -5,6 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes is the machine's affair.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 # Tensors here are tiny: one thread is fastest; threads that spin on busy cores are very slow.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
