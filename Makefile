@@ -19,7 +19,9 @@ doctor: $(SERVE)  ## versions, kernels, what the options of ARGS come to, and wh
 	@$(BIN)/python -m deployments.doctor doctor port=$(PORT) $(ARGS)
 
 test: $(DEV)  ## every test that needs neither a GPU nor much time
-	$(BIN)/python -m pytest
+	@# Serve keeps clusters, loggers and modules for the life of a process: its tests have one alone
+	$(BIN)/python -m pytest tests/deployments
+	$(BIN)/python -m pytest --ignore=tests/deployments
 
 test-slow: $(DEV)  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
@@ -28,7 +30,7 @@ check: $(DEV)  ## lint, types, tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(MAKE) test
 
 format: $(DEV)
 	$(BIN)/ruff format
