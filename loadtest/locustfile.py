@@ -133,7 +133,9 @@ def _closed(test: Test, number: int) -> None:
     for step in test.workload.client(test.seed, number):
         due = test.now() + step.think_s
         gevent.sleep(step.think_s)
-        if test.send(due, step.request).error:
+        # in a greenlet of its own: this one may be ended while its request is under way
+        sent = test.in_flight.spawn(test.send, due, step.request)
+        if sent.get().error:
             # a refusal takes no time: without a pause its client would ask in a tight loop
             gevent.sleep(0.1)
 
