@@ -1,6 +1,7 @@
 """The whole app in this process: Gateway, handle and a real engine, without a cluster."""
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -91,11 +92,24 @@ def local_app(charges: Charges | None = None, **options: Any) -> Iterator[LocalA
             engines.append(self)
 
     args = AppArgs.model_validate(options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flide_engine.engine.Engine", Seen)
-        handle = serve.run(build(args), _local_testing_mode=True)
-    (engine,) = engines
+    with library_log_kept():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("flide_engine.engine.Engine", Seen)
+            handle = serve.run(build(args), _local_testing_mode=True)
+        (engine,) = engines
+        try:
+            yield LocalApp(args, handle, engine, charges)
+        finally:
+            engine.close()
+
+
+@contextmanager
+def library_log_kept() -> Iterator[None]:
+    """A replica joins the library's log to Serve's for good; this process goes on to other tests."""
+    logger = logging.getLogger("flide_engine")
+    handlers, propagate, level = list(logger.handlers), logger.propagate, logger.level
     try:
-        yield LocalApp(args, handle, engine, charges)
+        yield
     finally:
-        engine.close()
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
