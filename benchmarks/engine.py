@@ -189,6 +189,7 @@ def main() -> None:
     sides = sides_of(workers, args.works, args.times)
     rows = starts(workers, args.shape, cached)
     rows += measure(sides, args.works, args.shape, args.passes, args.times)
+    write("engine", stamp(rows), SAME, args.out)  # so that a run cut short leaves what it has
     rows += measure_loops(sides, args.works, args.shape, args.clients, args.seconds)
     print("written to", write("engine", stamp(rows), SAME, args.out))
     for worker in workers:

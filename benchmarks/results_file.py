@@ -1,6 +1,7 @@
 """Result files: one list of flat rows each; the newest run of a command replaces its own rows."""
 
 import json
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -12,13 +13,15 @@ Row = dict[str, str | int | float | None]
 
 
 def commit() -> str:
-    """Short hash of the checkout, with "+" if it has changes; empty outside a checkout."""
+    """Short hash of the checkout, with "+" if it has changes. Outside a checkout (a copy of one on
+    another machine) what the environment variable BENCHMARK_COMMIT says, else nothing.
+    """
     here = Path(__file__).parent
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
         capture_output=True, text=True, cwd=here, check=False,
     )  # fmt: skip
-    return done.stdout.strip()
+    return done.stdout.strip() or os.environ.get("BENCHMARK_COMMIT", "")
 
 
 def card() -> str:
