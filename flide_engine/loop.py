@@ -302,9 +302,11 @@ class RoundLoop:
     def _keep(self, piece: Piece, place: Place, started: Started) -> None:
         """Remembers a piece's checkpoints: no later round runs before this one has made them."""
         work, replay = piece.work, piece.work.replays[piece.index]
+        of_state = replay.prompts[0] < work.rendered.state_prompts  # not of the texts of options
         for position, at in place.marks:
             anchor = started.checkpoints[place.job][at]
-            self._checkpoints.keep(work, anchor)
+            if of_state:
+                self._checkpoints.keep(work, anchor)
             if position == replay.stop:
                 self._runner.hold(anchor)
                 work.anchors[piece.index] = anchor
