@@ -37,6 +37,15 @@ class Executor(Protocol):
         """Begins a round. Raises RoundTooLarge if it can never be run."""
         ...
 
+    def check(self) -> None:
+        """Waits for what was started, and raises what the device does if it can run nothing more.
+
+        A fault on a device is told late, by any call, and if it has broken the process' context by
+        every call from then on: what `start` raises says neither whose fault it was nor whether
+        there will be other rounds.
+        """
+        ...
+
 
 class Done:
     """A round that has been run."""
@@ -69,6 +78,11 @@ class Eager:
         logits = self._model.label_logits(hidden, reads, rows)
         vectors = hidden.float().cpu().numpy() if asked.vectors else None
         return Done(len(plan.tokens), logits.cpu().numpy(), vectors)
+
+    def check(self) -> None:
+        """See Executor."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 def to_device(plan: RoundPlan, device: torch.device) -> StreamTensors:

@@ -235,7 +235,7 @@ class RoundLoop:
         """Begins one round with as much of the work as fits; None if nothing came of it.
 
         If a round cannot be begun at all, each of its requests runs alone, so that a bad one fails
-        alone.
+        alone. Raises what the device does if it can run nothing more: that is no request's fault.
         """
         began = self._clock()
         for work in works:
@@ -249,6 +249,7 @@ class RoundLoop:
         except (PoolExhausted, RoundTooLarge) as error:
             return self._begin_fewer(works, error)
         except Exception as error:
+            self._runner.executor.check()
             if len(works) == 1:
                 works[0].log(log.exception, "the request's round failed")
                 self._end(works[0], RoundFailed(f"{type(error).__name__}: {error}"))

@@ -87,6 +87,45 @@ def test_a_device_that_fails_ends_the_engine(
         engine.submit(ask()).result(10)
 
 
+@pytest.mark.parametrize("company", [False, True])
+def test_a_device_that_runs_nothing_more_ends_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, company: bool
+) -> None:
+    """As a GPU does after a fault: every launch fails from then on. No request is told that it was
+    its own, however many shared the round; what only waited may be asked elsewhere at once.
+    """
+    gate = Gate(engine, monkeypatch)
+    first = engine.submit(ask())
+    gate.wait_for_rounds(1)
+    running = [engine.submit(ask(f"state {i}")) for i in range(3 if company else 1)]
+    for _ in range(200):
+        if engine._loop.waiting == len(running):
+            break
+        time.sleep(0.005)
+
+    def broken() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    begin = engine._loop._begin
+
+    def begun(works: list[Any]) -> Any:
+        if works[0].future is not first:
+            gate.fault = ValueError
+            monkeypatch.setattr(engine._loop._runner.executor, "check", broken)
+        return begin(works)
+
+    monkeypatch.setattr(engine._loop, "_begin", begun)
+    gate.open.set()
+    assert first.result(10).answers
+    for future in running:
+        with pytest.raises(EngineStopped, match="illegal memory access") as told:
+            future.result(10)
+        assert told.value.running
+    assert len(gate.rounds) == 2
+    engine._loop._thread.join(10)
+    assert not engine.is_alive()
+
+
 def test_a_round_that_does_not_end_is_noticed(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
