@@ -129,6 +129,12 @@ class EngineConfig(BaseModel):
     option_cache_entries: int = Field(
         65536, ge=0, description="Option vectors kept across requests (option-vector families)."
     )
+    text_cache_bytes: int = Field(
+        128 << 20,
+        ge=0,
+        description="Memory for texts and their token ids, by tenant, so that of a state that has"
+        " grown only the end is tokenized; 0: none are kept.",
+    )
     render_threads: int = Field(2, gt=0, description="Threads that render and tokenize.")
     watchdog_seconds: float = Field(
         120.0,

@@ -187,3 +187,14 @@ def test_an_answer_says_where_its_time_went(engine: Engine) -> None:
     assert 0 < sum(response.x_timing.values()) <= spent
     assert response.usage.x_reused_tokens % 64 == 0
     assert 0 < response.usage.x_reused_tokens < response.usage.input_tokens
+
+
+def test_texts_are_kept_by_tenant(engine: Engine) -> None:
+    """A state that has grown is encoded from where it was; another tenant's, from its beginning."""
+    texts = engine._family._texts  # type: ignore[attr-defined]
+    state = "long enough to be known again " * 40
+    for tenant in ("a", "a", "b"):
+        with pytest.raises(TooManyTokens):
+            engine.submit(ask(state), tenant=tenant).result(10)
+    assert {key[0] for key in texts._by_key} == {"a", "b"}
+    assert len(texts._kept) == 4  # the state and the question of each
