@@ -78,6 +78,11 @@ class EngineConfig(BaseModel):
         description="Predicted wait in milliseconds from which on requests are refused; half of it"
         " for batch work.",
     )
+    measure_costs: bool | None = Field(
+        None,
+        description="Whether rounds of each length are timed at start, so that the first waits are"
+        " predicted, too; none: on a GPU.",
+    )
     batch_age_s: float = Field(
         30.0, gt=0, description="Seconds after which batch work that waits counts as interactive."
     )

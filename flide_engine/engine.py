@@ -39,6 +39,7 @@ from flide_engine.graphs import executor_for
 from flide_engine.layout.tree import build_forest
 from flide_engine.limits import check_questions, check_tokens, seconds_allowed
 from flide_engine.loop import RoundLoop, fail
+from flide_engine.measuring import measured
 from flide_engine.memory import Card, plan_memory
 from flide_engine.models.registry import load_model
 from flide_engine.models.weights import weights_hash
@@ -112,11 +113,13 @@ class Engine(StateOperations):
         self._states = States(
             self._checkpoints, pool, self._tiers, clock, config.pin_share, memory.least
         )
+        runner = Runner(executor, pool, config.fork)
         self._loop = RoundLoop(
-            Runner(executor, pool, config.fork),
+            runner,
             Scheduler(
                 config.max_round_tokens,
                 config.max_queued_tokens,
+                measured(runner, config, device.type),
                 bucket_of=executor.bucket_of,
                 max_queue_ms=config.max_queue_ms,
                 batch_age_s=config.batch_age_s,

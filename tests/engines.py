@@ -27,6 +27,15 @@ def assert_balanced(engine: Engine) -> None:
     assert held.page_bytes_held == held.slot_bytes_held == 0
 
 
+def wait_until_queued(engine: Engine, count: int) -> None:
+    """Until so many requests wait for a round, and none is rendered."""
+    for _ in range(4000):
+        if engine._loop.waiting == engine.waiting == count:
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"{engine._loop.waiting} wait, expected {count}")
+
+
 class Lost:
     """A round whose device has failed."""
 

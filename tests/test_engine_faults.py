@@ -1,7 +1,6 @@
 """Faults of one request, of a round and of the device: who is told, and who goes on."""
 
 import logging
-import time
 from contextvars import ContextVar, copy_context
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from flide_engine.layout.stream import Job
 from flide_engine.readout import Asked
 from flide_engine.runner import Started
 from tests.checkpoints import POISON
-from tests.engines import NOUL, Gate, ask, assert_balanced
+from tests.engines import NOUL, Gate, ask, assert_balanced, wait_until_queued
 
 
 def test_a_failing_round_is_retried_request_by_request(
@@ -31,10 +30,7 @@ def test_a_failing_round_is_retried_request_by_request(
     first = engine.submit(ask())
     gate.wait_for_rounds(1)
     waiting = [engine.submit(ask(f"state {i}")) for i in range(3)]
-    for _ in range(200):
-        if engine._loop.waiting == 3:
-            break
-        time.sleep(0.005)
+    wait_until_queued(engine, 3)
     gate.fault = ValueError
     gate.open.set()
     for future in (first, *waiting):
@@ -98,10 +94,7 @@ def test_a_device_that_runs_nothing_more_ends_the_engine(
     first = engine.submit(ask())
     gate.wait_for_rounds(1)
     running = [engine.submit(ask(f"state {i}")) for i in range(3 if company else 1)]
-    for _ in range(200):
-        if engine._loop.waiting == len(running):
-            break
-        time.sleep(0.005)
+    wait_until_queued(engine, len(running))
 
     def broken() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -157,10 +150,7 @@ def test_one_who_asks_alone_shares_no_round(
     first = engine.submit(ask())
     gate.wait_for_rounds(1)
     waiting = [engine.submit(ask(f"state {i}"), alone=i == 1) for i in range(3)]
-    for _ in range(200):
-        if engine._loop.waiting == 3:
-            break
-        time.sleep(0.005)
+    wait_until_queued(engine, 3)
     gate.open.set()
     for future in (first, *waiting):
         assert future.result(10).answers
@@ -190,10 +180,7 @@ def test_memory_that_is_short_makes_rounds_smaller(
     gate.wait_for_rounds(1)
     waiting = [engine.submit(ask(f"state {i}")) for i in range(8)]
     large = engine.submit(ask("s", **{f"q{i}": NOUL | {"instructions": f"{i}?"} for i in range(3)}))
-    for _ in range(200):
-        if engine._loop.waiting == 9:
-            break
-        time.sleep(0.005)
+    wait_until_queued(engine, 9)
     gate.open.set()
     for future in (first, *waiting):
         assert future.result(10).answers
@@ -252,10 +239,7 @@ def test_lines_about_a_request_are_logged_in_its_callers_context(
     first = copy_context().run(submit, 0)
     gate.wait_for_rounds(1)
     waiting = [copy_context().run(submit, i) for i in (1, 2)]
-    for _ in range(200):
-        if engine._loop.waiting == 2:
-            break
-        time.sleep(0.005)
+    wait_until_queued(engine, 2)
     gate.fault = ValueError
     gate.open.set()
     for future in (first, *waiting):

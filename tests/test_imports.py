@@ -15,7 +15,7 @@ LEVELS = [
     {"scheduler", "readout", "resolve", "memory", "tiers", "work"},
     {"device_plan", "executor", "rounds", "checkpoints"},
     {"runner", "graphs", "states", "parity"},
-    {"loop"},
+    {"loop", "measuring"},
     {"state_operations"},
     {"engine"},
     {"fingerprint"},

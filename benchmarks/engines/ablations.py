@@ -37,6 +37,7 @@ class Launches:
 
     def __init__(self, model: DecisionModel, state: Any, graphs: Graphs) -> None:
         self._model, self._state, self._graphs = model, state, graphs
+        self.lengths = graphs.lengths
         self.bucket_of, self.check = graphs.bucket_of, graphs.check
 
     @torch.inference_mode()
