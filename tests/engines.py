@@ -5,9 +5,11 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flide_engine import Engine
+from flide_engine.executor import Pending
 from flide_engine.layout.stream import Job
 from flide_engine.readout import Asked
 from flide_engine.runner import Started
@@ -45,6 +47,17 @@ class Lost:
         raise OSError("the device is gone")
 
 
+class NotANumber:
+    """A round that ran, and of which nothing can be read."""
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending, self.rows = pending, pending.rows
+
+    def wait(self) -> Any:
+        logits, hidden = self._pending.wait()
+        return logits * np.nan, None if hidden is None else hidden * np.nan
+
+
 class Gate:
     """Holds the engine's rounds until it is opened; counts them and notes their sizes."""
 
@@ -52,7 +65,7 @@ class Gate:
         self.open = threading.Event()
         self.rounds: list[int] = []
         self.fault: type[Exception] | None = None
-        self.lost = False
+        self.lost = self.nan = False
         start = engine._loop._runner.start
 
         def held(jobs: list[Job], asked: Asked) -> Started:
@@ -61,6 +74,8 @@ class Gate:
             if self.fault is not None:
                 raise self.fault("injected")
             started = start(jobs, asked)
+            if self.nan:
+                return replace(started, pending=NotANumber(started.pending))
             return replace(started, pending=Lost()) if self.lost else started
 
         monkeypatch.setattr(engine._loop._runner, "start", held)

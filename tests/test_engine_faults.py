@@ -223,6 +223,40 @@ class Noted(logging.Handler):
         self.lines.append((REQUEST_ID.get(), record.getMessage()))
 
 
+def test_who_left_is_not_told_of_a_fault(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that leaves while its round runs, and fails, costs nobody else anything."""
+    for fault in (ValueError, None):  # of the round; of the request's values
+        with monkeypatch.context() as patch:
+            gate = Gate(engine, patch)
+            left = engine.submit(ask("left"))
+            gate.wait_for_rounds(1)
+            stays = engine.submit(ask("stays"))
+            wait_until_queued(engine, 1)
+            assert left.cancel()
+            gate.fault, gate.nan = fault, fault is None
+            gate.open.set()
+            with pytest.raises(RoundFailed if fault else NonFiniteOutput):
+                stays.result(10)
+        assert engine.decide(ask("later")).answers
+        assert engine.is_alive()
+
+
+def test_a_state_whose_values_were_not_finite_is_not_resumed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it left is forgotten: were a fault that passes to blame, it would last for ever."""
+    state = "long enough to be remembered " * 8
+    with monkeypatch.context() as patch:
+        gate = Gate(engine, patch)
+        gate.nan = True
+        gate.open.set()
+        with pytest.raises(NonFiniteOutput):
+            engine.decide(ask(state))
+    assert engine.checkpoint_counts()["device"] == 0
+    assert engine.decide(ask(state)).usage.x_reused_tokens == 0
+    assert engine.decide(ask(state)).usage.x_reused_tokens > 0
+
+
 def test_lines_about_a_request_are_logged_in_its_callers_context(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
