@@ -39,6 +39,7 @@ from flide_engine.graphs import executor_for
 from flide_engine.layout.tree import build_forest
 from flide_engine.limits import check_questions, check_tokens, seconds_allowed
 from flide_engine.loop import RoundLoop, fail
+from flide_engine.measuring import measured
 from flide_engine.memory import Card, plan_memory
 from flide_engine.models.registry import load_model
 from flide_engine.models.weights import weights_hash
@@ -85,7 +86,7 @@ class Engine(StateOperations):
         if threads is not None:
             torch.set_num_threads(threads)
         self._family, vocab = load_family(
-            folder, name, self.weights_hash, config.option_cache_entries
+            folder, name, self.weights_hash, config.option_cache_entries, config.text_cache_bytes
         )
         check_fit(config, model.vocab_size, vocab, model.max_positions)
         memory = plan_memory(config, model.state_shape, dtype, Card.of(device))
@@ -112,11 +113,13 @@ class Engine(StateOperations):
         self._states = States(
             self._checkpoints, pool, self._tiers, clock, config.pin_share, memory.least
         )
+        runner = Runner(executor, pool, config.fork)
         self._loop = RoundLoop(
-            Runner(executor, pool, config.fork),
+            runner,
             Scheduler(
                 config.max_round_tokens,
                 config.max_queued_tokens,
+                measured(runner, config, device.type),
                 bucket_of=executor.bucket_of,
                 max_queue_ms=config.max_queue_ms,
                 batch_age_s=config.batch_age_s,
@@ -238,7 +241,9 @@ class Engine(StateOperations):
     def _render(self, request: DecisionRequest | dict[str, Any] | bytes, asked: Submission) -> None:
         try:
             if not asked.future.cancelled():
-                rendered = self._prepare(parse_request(request, self.config.max_decoded_bytes))
+                rendered = self._prepare(
+                    parse_request(request, self.config.max_decoded_bytes), asked.tenant
+                )
                 keys = grain_keys(rendered.prompts[0][: rendered.state_tokens])
                 work = RequestWork.of(asked, rendered, keys)
                 work.loaded = self._fetch(work)
@@ -262,13 +267,13 @@ class Engine(StateOperations):
             return None
         return self._tiers.fetch(work.tenant, text, work.keys, limit)
 
-    def _prepare(self, request: DecisionRequest) -> Rendered:
+    def _prepare(self, request: DecisionRequest, tenant: str = "") -> Rendered:
         """The request's prompts, within the limits. Raises RequestError."""
         if request.model not in (None, self.card.name, *ALIASES):
             raise UnknownModel(request.model, (self.card.name, *ALIASES))
         check_questions(request, self.config)
         try:
-            rendered = self._family.render(request)
+            rendered = self._family.render(request, tenant)
         except RecursionError as error:
             raise InvalidRequest((Fault(("body",), "nested too deeply"),)) from error
         check_tokens(rendered, self.config)

@@ -167,13 +167,13 @@ class Graphs:
         for capacity in sorted(capacities, key=lambda c: c.rows, reverse=True):
             self.buckets.insert(0, Bucket(model, state, capacity, example, pool))
             pool = pool or self.buckets[0].graph.pool()
-        self._lengths = sorted({c.rows for c in capacities})
+        self.lengths: Sequence[int] = sorted({c.rows for c in capacities})
         torch.cuda.synchronize()
         log.info("captured %d graphs in %.1f s", len(self.buckets), time.monotonic() - began)
 
     def bucket_of(self, tokens: int) -> int:
         """See Executor."""
-        return smallest_bucket(tokens, self._lengths)
+        return smallest_bucket(tokens, self.lengths)
 
     def fill(self, plan: RoundPlan, asked: Asked) -> Bucket | None:
         """The smallest bucket that holds a plan, filled with it; None if none does."""

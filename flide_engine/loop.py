@@ -220,7 +220,7 @@ class RoundLoop:
         """Begins one round with as much of the work as fits; None if nothing came of it.
 
         If a round cannot be begun at all, each of its requests runs alone, so that a bad one fails
-        alone.
+        alone. Raises what the device does if it can run nothing more: that is no request's fault.
         """
         began = self._clock()
         for work in works:

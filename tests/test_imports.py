@@ -16,7 +16,7 @@ LEVELS = [
     {"device_plan", "executor", "checkpoints"},
     {"runner", "graphs", "states", "parity"},
     {"rounds"},
-    {"loop"},
+    {"loop", "measuring"},
     {"state_operations"},
     {"engine"},
     {"fingerprint"},

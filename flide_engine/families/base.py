@@ -77,8 +77,11 @@ class Family(Protocol):
 
     card: ModelCard
 
-    def render(self, request: DecisionRequest) -> Rendered:
-        """The request's prompts and reads. Raises InvalidRequest."""
+    def render(self, request: DecisionRequest, tenant: str = "") -> Rendered:
+        """The request's prompts and reads. Raises InvalidRequest.
+
+        tenant: whose texts, encoded before, may be used again.
+        """
         ...
 
     def finish(self, rendered: Rendered, values: Sequence[Floats]) -> dict[str, Answer]:
