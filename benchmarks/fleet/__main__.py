@@ -1,7 +1,7 @@
 """`python -m benchmarks.fleet WORK ... [--size ci]`: runs works, writes results/fleet.json.
 
 Works: replay, kill-replica, kill-node, scale. Sizes: ci, small for a quick look, full for all
-there is, in which `kill-replica` kills one each time 300 requests are answered.
+there is, in which `kill-replica` kills one each time --kill-each requests are answered.
 """
 
 import argparse
@@ -25,28 +25,39 @@ WORKS = ("replay", "kill-replica", "kill-node", "scale")
 ENGINE: dict[str, Any] = {"model": "nano", "device": "cpu"}
 UNLIMITED = 4 << 30
 KILLS = {"small": (12, 30), "ci": (50, 120)}
+
+WHOLE: dict[str, Any] = {
+    "pool_bytes": 1 << 30,
+    "max_queue_ms": 300_000,
+    "max_queued_tokens": 1 << 22,
+}
+"""Options of engines that are asked all there is: room for every state, so that only the routing
+counts, and for all callers who begin at once.
+"""
+
+WHOLE_DEADLINE_S = 300.0
 SAME = ("card", "shape", "mode", "work", "size", "replicas", "gpus", "killed", "policy")
 
 
-def kills(what: str, size: str, requests: int) -> list[int]:
-    """After how many answers something is killed: at every 300th if all there is is asked, of
+def kills(what: str, size: str, requests: int, each: int = 300) -> list[int]:
+    """After how many answers something is killed: of `each` so many if all there is is asked; of
     nodes once.
     """
-    at = [n for n in KILLS.get(size, range(300, requests, 300)) if n < requests]
+    at = [n for n in KILLS.get(size, range(each, requests, each)) if n < requests]
     return at[:1] if what == "node" else at
 
 
-def run(work: str, asked: Asked, nodes: Nodes, count: int) -> Row:
+def run(work: str, asked: Asked, nodes: Nodes, args: argparse.Namespace) -> Row:
     """One work's row."""
     if work == "replay":
-        return trajectory_replay(asked, nodes, count)
+        return trajectory_replay(asked, nodes, args.replicas)
     if work == "scale":
         return scale_1_3_1(asked, nodes, max(1, len(asked.callers[0].requests) // 8))
     what = work.removeprefix("kill-")
-    at = kills(what, asked.size, asked.requests)
+    at = kills(what, args.size, asked.requests, args.kill_each)
     if what == "node":
         return kill(asked, nodes, 2, what, at, gpus_per_replica=1, cpus_per_replica=0)
-    return kill(asked, nodes, count, what, at)
+    return kill(asked, nodes, args.replicas, what, at)
 
 
 def ask_for(args: argparse.Namespace) -> Asked:
@@ -54,13 +65,17 @@ def ask_for(args: argparse.Namespace) -> Asked:
     size, name = SIZES[args.size], args.size
     if args.agents or args.steps:
         agents, steps = args.agents or size.agents, args.steps or size.steps
-        size, name = replace(size, agents=agents, steps=steps), f"{name}, {agents} x {steps}"
+        asks = min(size.document_asks, agents * steps // 4)
+        size = replace(size, agents=agents, steps=steps, document_asks=asks)
+        name = f"{name}, {agents} x {steps}"
     everyone = callers(size, args.data)
     began = time.monotonic()
     (told,) = ask_one_engine(EngineConfig(**ENGINE, pool_bytes=UNLIMITED), everyone)
     spent = time.monotonic() - began
     print(f"one engine computes {told.computed} tokens in {spent:.0f} s", flush=True)
-    return Asked(name, everyone, told, ENGINE)
+    if args.size != "full":
+        return Asked(name, everyone, told, ENGINE)
+    return Asked(name, everyone, told, ENGINE | WHOLE, deadline_s=WHOLE_DEADLINE_S)
 
 
 def main() -> None:
@@ -72,6 +87,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=["ours"])
     parser.add_argument("--agents", type=int, help="fewer than the size has")
     parser.add_argument("--steps", type=int, help="fewer than the size has")
+    parser.add_argument("--kill-each", type=int, default=300, help="in the full size")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of workload files")
     parser.add_argument("--out", type=Path, help="file for the rows, instead of results/fleet.json")
     args = parser.parse_args()
@@ -81,7 +97,7 @@ def main() -> None:
             of_policy = replace(asked, callers=with_sessions(asked.callers, policy))
             began = time.monotonic()
             with placing(policy):
-                rows.append({**run(work, of_policy, nodes, args.replicas), "policy": policy})
+                rows.append({**run(work, of_policy, nodes, args), "policy": policy})
             spent = time.monotonic() - began
             print(f"{json.dumps(rows[-1])} in {spent:.0f} s", flush=True)
     if args.out:

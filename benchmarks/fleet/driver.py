@@ -15,7 +15,6 @@ from benchmarks.fleet.oracle import Told, Values, distance, values
 from deployments.client import DecisionClient
 from flide_engine.api import DecisionRequest
 
-DEADLINE_S = 60.0
 ALL = 1 << 30
 
 At = tuple[str, int]
@@ -62,10 +61,11 @@ class Seen:
 class Asker:
     """Some of the callers; an actor of Ray."""
 
-    def __init__(self, url: str, everyone: Sequence[Caller]) -> None:
-        """url: of the Gateways."""
+    def __init__(self, url: str, everyone: Sequence[Caller], deadline_s: float) -> None:
+        """url: of the Gateways. deadline_s: of each request."""
         self._url, self._callers = url + "/v1/systemone", everyone
-        self._client = DecisionClient(timeout=DEADLINE_S)
+        self._client = DecisionClient(timeout=deadline_s)
+        self._deadline_s = deadline_s
         self._choosing = Choosing()
         self._seen = Seen()
 
@@ -73,7 +73,7 @@ class Asker:
         """Every caller asks its requests `start` to `stop` in its own order, all at the same time;
         returns when all are answered.
         """
-        timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
+        timeout = aiohttp.ClientTimeout(total=self._deadline_s)
         connector = aiohttp.TCPConnector(limit=0)
         async with (
             aiohttp.ClientSession(timeout=timeout, connector=connector) as http,
@@ -132,14 +132,16 @@ class Asker:
 class Asking:
     """Callers that so many processes share. Ends them at the end of a `with` block."""
 
-    def __init__(self, url: str, everyone: Sequence[Caller], processes: int = 1) -> None:
-        """url: of the Gateways."""
+    def __init__(
+        self, url: str, everyone: Sequence[Caller], processes: int, deadline_s: float
+    ) -> None:
+        """url: of the Gateways. deadline_s: of each request."""
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(Asker)
         # neighbours ask by different ways: each process has callers of both
         pairs = [everyone[i : i + 2] for i in range(0, len(everyone), 2)]
         parts = [[c for pair in pairs[i::processes] for c in pair] for i in range(processes)]
-        self._askers = [actor.remote(url, part) for part in parts if part]
+        self._askers = [actor.remote(url, part, deadline_s) for part in parts if part]
         self._running: list[Any] = []
 
     def __enter__(self) -> "Asking":

@@ -2,13 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from benchmarks.callers import engine_handle
-from benchmarks.fleet.callers import OPENING_BYTES, Caller, Cutter
+from benchmarks.fleet.callers import OPENING_BYTES, Cutter
 from benchmarks.fleet.cluster import Fleet
-from benchmarks.fleet.driver import DEADLINE_S
 from benchmarks.fleet.works import Asked, handed_over
 from benchmarks.results_file import Row
 from flide_engine.api import DecisionResponse
@@ -31,12 +30,12 @@ def drained(fleet: Fleet, asked: Asked, count: int) -> Row:
     """
     before = fleet.live()
     # the second time: the first may have moved a state
-    asyncio.run(_last_requests(asked.callers))
-    there = asyncio.run(_last_requests(asked.callers))
+    asyncio.run(_last_requests(asked))
+    there = asyncio.run(_last_requests(asked))
     began = time.monotonic()
     fleet.scale(count - 1)
     spent, after = time.monotonic() - began, fleet.live()
-    again = asyncio.run(_last_requests(asked.callers))
+    again = asyncio.run(_last_requests(asked))
     moved = [name for name, found in there.items() if found.replica not in after]
     opening = asked.callers[0].requests[0]["state"].encode()[:OPENING_BYTES]
     shared = Cutter().count(opening.decode(errors="ignore")) // GRAIN * GRAIN
@@ -61,11 +60,11 @@ def saved(moved: Mapping[str, tuple[int, int]], shared: int) -> float | None:
     return round(1 - lost / cost, 4) if cost else None
 
 
-async def _last_requests(everyone: Sequence[Caller]) -> dict[str, Found]:
+async def _last_requests(asked: Asked) -> dict[str, Found]:
     """Each caller's last request by handle, one after the other: who answered, by its name."""
     handle, found = engine_handle(), {}
-    for caller in everyone:
-        options = CallOptions(session_id=caller.session, timeout_s=DEADLINE_S)
+    for caller in asked.callers:
+        options = CallOptions(session_id=caller.session, timeout_s=asked.deadline_s)
         told = await Call(handle, caller.requests[-1], options).send()
         usage = DecisionResponse.model_validate_json(told[0]).usage
         found[caller.name] = Found(told[1], usage.x_reused_tokens)

@@ -50,7 +50,7 @@ class Asked:
 
     size: its name. engine: options of each replica's engine, app: other arguments of the app.
     shape: the model's name in rows, if `engine` has a folder. tolerance: of probabilities, 0 where
-    bits are promised. processes: of callers.
+    bits are promised. processes: of callers. deadline_s: of each request.
     """
 
     size: str
@@ -61,6 +61,7 @@ class Asked:
     shape: str = ""
     tolerance: float = TOLERANCE
     processes: int = 1
+    deadline_s: float = 60.0
 
     @property
     def requests(self) -> int:
@@ -69,7 +70,7 @@ class Asked:
 
     def asking(self, fleet: Fleet) -> Asking:
         """The callers, ready to ask."""
-        return Asking(fleet.url, self.callers, self.processes)
+        return Asking(fleet.url, self.callers, self.processes, self.deadline_s)
 
 
 def trajectory_replay(asked: Asked, nodes: Nodes, count: int, **args: Any) -> Row:
