@@ -185,9 +185,12 @@ def gained(before: Counters, after: Counters, key: str = "tokens_computed") -> l
 
 
 def overhead_of(seen: Seen) -> Row:
-    """Medians of what placing a request took in the processes that asked by handle, ms."""
+    """Medians of what placing a request took in the processes that asked by handle, ms, and their
+    sum.
+    """
     spent = {"hash_p50_ms": seen.hash_ms, "choose_p50_ms": seen.choose_ms}
-    return {name: round(float(np.median(ms)), 4) for name, ms in spent.items() if ms}
+    found = {name: round(float(np.median(ms)), 4) for name, ms in spent.items() if ms}
+    return {**found, "router_p50_ms": round(sum(found.values()), 4)} if found else {}
 
 
 def row_of(work: str, asked: Asked, seen: Seen, count: int) -> Row:

@@ -16,7 +16,7 @@ from benchmarks.fleet.handing import saved
 from benchmarks.fleet.mixed import at_objective, busy, plan_of, row_of
 from benchmarks.fleet.oracle import Told, ask_one_engine, distance
 from benchmarks.fleet.policies import with_sessions
-from benchmarks.fleet.works import Asked, gained, handed_over, work_of
+from benchmarks.fleet.works import Asked, gained, handed_over, overhead_of, work_of
 from benchmarks.fleet.works import row_of as work_row
 from flide_engine.config import EngineConfig
 from loadtest.driver import Reply, Sample
@@ -138,11 +138,19 @@ def test_what_a_drain_saved(moved: dict[str, tuple[int, int]], share: float | No
     assert saved(moved, shared=512) == share
 
 
+def test_what_placing_costs_is_the_median_of_each_part() -> None:
+    """And both together; nothing is told where nobody asked by handle."""
+    seen = Seen(hash_ms=[0.1, 0.2, 9.0], choose_ms=[0.02, 0.05, 0.01])
+    assert overhead_of(seen) == {"hash_p50_ms": 0.2, "choose_p50_ms": 0.02, "router_p50_ms": 0.22}
+    assert overhead_of(Seen()) == {}
+
+
 def test_kills_are_at_chosen_steps() -> None:
     """Of all there is each 300; never beyond the end; of nodes one."""
     assert kills("replica", "ci", 208) == [50, 120]
     assert kills("node", "ci", 208) == [50]
     assert kills("replica", "full", 1000) == [300, 600, 900]
+    assert kills("replica", "full", 100, each=40) == [40, 80]
     assert kills("replica", "ci", 100) == [50]
 
 
