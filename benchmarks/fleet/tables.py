@@ -12,9 +12,9 @@ def _cell(value: float | None, digits: int) -> str:
 def agents(rows: Rows) -> list[str]:
     """Agents' trajectories against real fleets."""
     lines = [
-        "| what | shape | agents x steps | policy | replicas | requests | failed | changed"
-        " | computed / one engine's | busiest replica's work | card |",
-        "|---|---|---|---|---|---:|---:|---:|---:|---:|---|",
+        "| what | shape | size | policy | replicas | requests | failed | changed"
+        " | computed / one engine's | busiest replica's work | lost by hand-over, tokens | card |",
+        "|---|---|---|---|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     names = {"trajectory_replay": "replay", "kill": "{} killed", "scale_1_3_1": "1 to 3 to 1"}
     for row in (r for r in rows if r["work"] in names):
@@ -23,7 +23,8 @@ def agents(rows: Rows) -> list[str]:
         head = (what, row["shape"], row["size"], row["policy"], f"{row['replicas']}{on}")
         counts = (f"{row['requests']:,}", str(row["failed"]), str(row["changed"]))
         shares = [_cell(row.get(k), 2) for k in ("computed_over_oracle", "max_work_share")]
-        lines.append(f"| {' | '.join((*head, *counts, *shares, row['card']))} |")
+        cells = (*head, *counts, *shares, _cell(row.get("most_tokens_lost"), 0), row["card"])
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
