@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.fleet import tables as fleet
 from benchmarks.results_file import RESULTS
 
 ROOT = RESULTS.parents[1]
@@ -306,6 +307,9 @@ TABLES: dict[str, Callable[[Rows], list[str]]] = {
     "serving": serving,
     "serving_stages": serving_stages,
     "soak": soak,
+    "fleet": fleet.agents,
+    "fleet_gpu": fleet.mixed,
+    "fleet_drain": fleet.drains,
 }
 
 
@@ -313,6 +317,7 @@ FILE_OF = dict.fromkeys(
     ("engine_loops", "engine_modes", "engine_cpu", "engine_ablations"), "engine"
 )
 FILE_OF["serving_stages"] = "serving"
+FILE_OF |= dict.fromkeys(("fleet_gpu", "fleet_drain"), "fleet")
 
 
 def redrawn(text: str) -> str:
