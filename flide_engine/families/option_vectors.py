@@ -58,9 +58,9 @@ class VectorCache:
             return found
 
     def put(self, weights: str, text: str, vector: Floats) -> None:
-        """Keeps a vector [H]."""
+        """Keeps a vector [H]: a copy, as what it is a view of holds a whole round's."""
         with self._lock:
-            self._held[weights, text] = vector
+            self._held[weights, text] = vector.copy()
             self._held.move_to_end((weights, text))
             while len(self._held) > self._entries:
                 self._held.popitem(last=False)

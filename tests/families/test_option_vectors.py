@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from flide_engine import Engine, EngineConfig
@@ -86,10 +87,17 @@ def test_prompts_begin_with_the_state_and_end_to_be_read(family: OptionVectors) 
 def test_the_cache_drops_the_least_recently_used() -> None:
     """And tells weights apart."""
     cache = VectorCache(2)
-    for text in "ab":
-        cache.put("w", text, None)  # type: ignore[arg-type]
-    cache.put("w", "a", "kept")  # type: ignore[arg-type]
-    cache.put("w", "c", "new")  # type: ignore[arg-type]
+    for number, text in enumerate(("a", "b", "a", "c")):
+        cache.put("w", text, np.array([number], np.float32))
     assert cache.get("w", "b") is None
-    assert cache.get("w", "a") == "kept"
+    assert cache.get("w", "a") == np.float32(2)
     assert cache.get("other", "a") is None
+
+
+def test_a_kept_vector_keeps_nothing_of_its_round(engine: Engine) -> None:
+    """Not the array of all vectors that were read beside it."""
+    question = {**TEAM, "criteria": {"only": "here", "more": None}}
+    engine.decide({"state": "hello", "questions": {"a": TEAM, "b": question}})
+    held = list(engine._family.cache._held.values())  # type: ignore[attr-defined]
+    assert len(held) >= 4
+    assert all(vector.base is None for vector in held)
