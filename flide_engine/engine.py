@@ -184,7 +184,11 @@ class Engine(StateOperations):
             self._rendering[tenant] += 1
         # on, in the caller's context: what is logged of a request says whose it is
         render = partial(copy_context().run, self._render, request, asked_as)
-        self._renderers.submit(tenant, render)
+        try:
+            self._renderers.submit(tenant, render)
+        except NotReady:  # it closed just now
+            self._has_rendered(tenant)
+            raise
         return future
 
     @property
@@ -247,10 +251,13 @@ class Engine(StateOperations):
         except BaseException as error:
             fail(asked.future, error)
         finally:
-            with self._lock:
-                self._rendering[asked.tenant] -= 1
-                if not self._rendering[asked.tenant]:
-                    del self._rendering[asked.tenant]
+            self._has_rendered(asked.tenant)
+
+    def _has_rendered(self, tenant: str) -> None:
+        with self._lock:
+            self._rendering[tenant] -= 1
+            if not self._rendering[tenant]:
+                del self._rendering[tenant]
 
     def _fetch(self, work: RequestWork) -> Loaded | None:
         """What only the disk has of a state, read here so that no round waits for it."""
