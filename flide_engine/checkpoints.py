@@ -203,23 +203,33 @@ class Checkpoints:
                 self.counters.from_disk += len(loaded.tokens)
         elif held is not None and position > (here.position if here else 0):
             held.locks += 1  # making room on the device may store what leaves there
-            if made := self._bring(work.tenant, tokens[:position], keys, held, held):
+            try:
+                made = self._bring(work.tenant, tokens[:position], keys, held, held)
+            finally:
+                held.locks -= 1
+            if made is not None:
                 made.hits = held.hits
                 self.counters.from_host += position
-            held.locks -= 1
             held.used = self._clock()
 
     def bring_copy(self, held: Checkpoint) -> Checkpoint | None:
-        """Copies a checkpoint of the host tier to the device, where it is complete on return. None
-        if no room can be made for it.
+        """Copies a checkpoint of the host tier to the device, where it is complete on return, as
+        long out of use as the copy. None if no room can be made for it.
         """
         assert self._tiers is not None
         index = self._tiers.host.index
-        held.locks += 1
-        made = self._bring(held.tenant, index.tokens_of(held), index.keys_of(held), held, held)
-        held.locks -= 1
-        if made is not None:
-            self._tiers.settle(copies=True)
+        tokens, keys = index.tokens_of(held), index.keys_of(held)
+        made = self.index.match(held.tenant, tokens, keys, held.position).checkpoint
+        if made is None or made.position < held.position:
+            held.locks += 1
+            try:
+                made = self._bring(held.tenant, tokens, keys, held, held)
+            finally:
+                held.locks -= 1
+            if made is None:
+                return None
+            made.used = held.used
+        self._tiers.settle(copies=True)
         return made
 
     def _bring(
@@ -230,8 +240,8 @@ class Checkpoints:
         source: Checkpoint | Loaded,
         known_as: Named,
     ) -> Checkpoint | None:
-        """Begins to copy a checkpoint of the state of these tokens to the device. None if no room
-        can be made for it.
+        """Begins to copy a checkpoint of the state of these tokens to the device, which has none so
+        long. None if no room can be made for it.
 
         known_as: for whom it is kept; that the device keeps it, too, is not what it was pinned for.
         """
@@ -249,7 +259,12 @@ class Checkpoints:
         finally:
             if base is not None:
                 base.locks -= 1
-        event = self._tiers.restore(source, first, self._pool, pages, int(slots[0]))
+        try:
+            event = self._tiers.restore(source, first, self._pool, pages, int(slots[0]))
+        except BaseException:
+            self._pool.pages.release(pages)
+            self._pool.slots.release(slots)
+            raise
         every = np.concatenate([known.pages, pages]).astype(np.int32)
         made, taken, _ = self.index.insert(
             tenant, tokens, keys, every, int(slots[0]), self._clock(),

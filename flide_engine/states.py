@@ -134,7 +134,7 @@ class States:
         made = self._kept.bring_copy(c)
         if made is None:
             return None
-        made.pinned, made.used = made.pinned or c.pinned, c.used
+        made.pinned = made.pinned or c.pinned
         return self._packed(made, leaf.name, leaf.anchor, weights)
 
     def _packed(self, c: Checkpoint, name: str, anchor: str, weights: str) -> bytes:
@@ -159,7 +159,12 @@ class States:
             self._pin_adopted(match.checkpoint, parcel)
             return 0
         pages, slot = self._kept.take(parcel.position // GRAIN, 1)
-        put_in(self._pool, parcel, pages, int(slot[0]))
+        try:
+            put_in(self._pool, parcel, pages, int(slot[0]))
+        except BaseException:
+            self._pool.pages.release(pages)
+            self._pool.slots.release(slot)
+            raise
         used = self._clock() - parcel.unused_s  # or what is new would outlive what is in use here
         made, taken, _ = self._index.insert(
             parcel.tenant, parcel.tokens, keys, pages, int(slot[0]), used,
