@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flide_engine.cache.disk import Loaded
+from flide_engine.cache.disk_file import Loaded
 from flide_engine.cache.index import Checkpoint, Freed, PrefixIndex
 from flide_engine.cache.marks import MarkPolicy
 from flide_engine.cache.names import Named

@@ -20,7 +20,7 @@ import torch
 
 from flide_engine.admission import Load
 from flide_engine.api import DecisionRequest, DecisionResponse, Usage
-from flide_engine.cache.disk import Loaded
+from flide_engine.cache.disk_file import Loaded
 from flide_engine.cache.index import grain_keys
 from flide_engine.cache.marks import MarkPolicy
 from flide_engine.cache.pool import Accounting, Pool

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flide_engine.cache.disk import File
+from flide_engine.cache.disk_file import File
 from flide_engine.cache.index import Checkpoint, PrefixIndex, grain_keys
 from flide_engine.cache.names import MOST_BRANCHES
 from flide_engine.cache.pool import Pool

@@ -15,7 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from flide_engine.cache.beside import Event
-from flide_engine.cache.disk import DiskTier, Loaded
+from flide_engine.cache.disk import DiskTier
+from flide_engine.cache.disk_file import Loaded
 from flide_engine.cache.host import HostTier
 from flide_engine.cache.index import Checkpoint, Match
 from flide_engine.cache.pool import Pool

@@ -47,6 +47,7 @@ ONLY = {
         "flide_engine/cache/transfer.py",
         "flide_engine/cache/host.py",
         "flide_engine/cache/disk.py",
+        "flide_engine/cache/disk_file.py",
         "flide_engine/tiers.py",
         "flide_engine/executor.py",
         "flide_engine/device_plan.py",

@@ -10,12 +10,9 @@ or of another layout is refused, reported and never used.
 import hashlib
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,38 +20,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from flide_engine.cache.disk_file import (
+    FORMAT,
+    NAMES,
+    SUFFIX,
+    File,
+    Loaded,
+    checksum_of,
+    file_of,
+    header_of,
+    write_whole,
+)
 from flide_engine.cache.names import Named, names_in, names_text
 from flide_engine.config import GRAIN
 from flide_engine.layout.plan import Ints
 
 log = logging.getLogger(__name__)
-
-FORMAT, SUFFIX, NAMES = "flide-disk-2", ".checkpoint", ".names"
-
-
-@dataclass(eq=False)
-class File(Named):
-    """What is known of a file: the one it continues ("" for none), its length, its last use, whose
-    state it is of, tokens of the prefix.
-    """
-
-    parent: str
-    size: int
-    used: float
-    tenant: str
-    position: int
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A checkpoint from disk: tokens [position], pages [position / 64, bytes], state [bytes] as it
-    is kept (StateFormat), and for whom it is kept.
-    """
-
-    tokens: Ints
-    pages: Tensor
-    state: Tensor
-    known: Named = field(default_factory=Named)
 
 
 class DiskTier:
@@ -77,7 +58,7 @@ class DiskTier:
             if path.suffix != SUFFIX:
                 path.unlink(missing_ok=True)
             elif (header := self._header(path)) is not None:
-                self._files[path.stem] = _file(header, path.stat().st_size, clock())
+                self._files[path.stem] = file_of(header, path.stat().st_size, clock())
                 self._read_names(path.stem)
         for path in folder.glob(f"*{NAMES}"):
             if not path.with_suffix(SUFFIX).exists():
@@ -181,11 +162,11 @@ class DiskTier:
         }
         header = {**self._made, "parent": parent, "start": str(start)}
         header |= {"tenant": tenant, "names": names_text(known), "position": str(len(tokens))}
-        header["checksum"] = _checksum(header, tensors)
+        header["checksum"] = checksum_of(header, tensors)
         data = save(tensors, metadata=header)
         path = self._folder / f"{stem}{SUFFIX}"
         try:
-            _write(path, data)
+            write_whole(path, data)
         except OSError as error:
             log.warning("checkpoint %s cannot be written: %s", path.name, error)
             return
@@ -193,7 +174,7 @@ class DiskTier:
             if parent and parent not in self._files:  # removed meanwhile: the file is of no use
                 path.unlink(missing_ok=True)
                 return
-            self._files[stem] = _file(header, len(data), self._clock())
+            self._files[stem] = file_of(header, len(data), self._clock())
             self._make_room(stem)
 
     def load(self, tenant: str, keys: Sequence[bytes], tokens: Ints) -> Loaded | None:
@@ -232,12 +213,7 @@ class DiskTier:
     def _header(self, path: Path) -> dict[str, str] | None:
         """A file's header if it was made with what this tier is for; others stay untouched."""
         try:
-            with path.open("rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                header: dict[str, Any] = json.loads(file.read(min(size, 1 << 20)))["__metadata__"]
-            foreign = {k: header[k] for k, ours in self._made.items() if header[k] != ours}
-            if not foreign:
-                _file(header, 0, 0.0), int(header["start"])
+            header, foreign = header_of(path, self._made)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._report(path, f"it is no checkpoint ({type(error).__name__})")
             return None
@@ -260,7 +236,7 @@ class DiskTier:
         try:
             tensors = load(path.read_bytes())
             told = header.pop("checksum", None)
-            if told != _checksum(header, tensors):
+            if told != checksum_of(header, tensors):
                 raise ValueError("the checksum does not agree")
         except (OSError, ValueError, SafetensorError) as error:
             self._refuse(name, str(error))
@@ -320,7 +296,7 @@ class DiskTier:
         for file in changed:
             if (stem := stems.get(id(file))) is not None:
                 try:
-                    _write(self._folder / f"{stem}{NAMES}", names_text(file).encode())
+                    write_whole(self._folder / f"{stem}{NAMES}", names_text(file).encode())
                 except OSError as error:
                     log.warning("names of checkpoint %s cannot be written: %s", stem, error)
 
@@ -334,30 +310,3 @@ class DiskTier:
             return
         except (OSError, ValueError) as error:
             self._report(path, f"it holds no names ({type(error).__name__})")
-
-
-def _file(header: dict[str, str], size: int, used: float) -> File:
-    """Raises KeyError or ValueError if the header lacks something."""
-    position, names = int(header["position"]), names_in(header["names"])
-    return File(header["parent"], size, used, header["tenant"], position, **names)
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all, also if the machine stops."""
-    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.blake2b(json.dumps(header, sort_keys=True).encode(), digest_size=16)
-    for name in sorted(tensors):
-        digest.update(name.encode() + b"\0")
-        digest.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from flide_engine.cache.disk import SUFFIX, DiskTier
+from flide_engine.cache.disk import DiskTier
+from flide_engine.cache.disk_file import SUFFIX
 from flide_engine.cache.host import HostTier
 from flide_engine.cache.index import grain_keys
 from flide_engine.cache.names import Named

@@ -1,0 +1,84 @@
+"""A file of the disk tier: what its header says, how it is written whole, and its checksum."""
+
+import hashlib
+import json
+import os
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flide_engine.cache.names import Named, names_in
+from flide_engine.layout.plan import Ints
+
+FORMAT, SUFFIX, NAMES = "flide-disk-2", ".checkpoint", ".names"
+
+
+@dataclass(eq=False)
+class File(Named):
+    """What is known of a file: the one it continues ("" for none), its length, its last use, whose
+    state it is of, tokens of the prefix.
+    """
+
+    parent: str
+    size: int
+    used: float
+    tenant: str
+    position: int
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint from disk: tokens [position], pages [position / 64, bytes], state [bytes] as it
+    is kept (StateFormat), and for whom it is kept.
+    """
+
+    tokens: Ints
+    pages: Tensor
+    state: Tensor
+    known: Named = field(default_factory=Named)
+
+
+def header_of(path: Path, made: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """A file's header, and what of it differs from how files are made here.
+
+    Raises OSError, ValueError, KeyError or TypeError if it is no checkpoint.
+    """
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(min(size, 1 << 20)))["__metadata__"]
+    foreign = [what for what, ours in made.items() if header[what] != ours]
+    if not foreign:
+        file_of(header, 0, 0.0), int(header["start"])
+    return header, foreign
+
+
+def file_of(header: dict[str, str], size: int, used: float) -> File:
+    """Raises KeyError or ValueError if the header lacks something."""
+    position, names = int(header["position"]), names_in(header["names"])
+    return File(header["parent"], size, used, header["tenant"], position, **names)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file whole or not at all, also if the machine stops."""
+    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def checksum_of(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
+    """Of a header without one and of what its file holds."""
+    digest = hashlib.blake2b(json.dumps(header, sort_keys=True).encode(), digest_size=16)
+    for name in sorted(tensors):
+        digest.update(name.encode() + b"\0")
+        digest.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
