@@ -118,9 +118,12 @@ class EngineConfig(BaseModel):
     )
     disk_folder: Path | None = Field(
         None,
-        description="Folder in which checkpoints outlive the process; needs host_bytes.",
+        description="Folder in which checkpoints outlive the process; needs host_bytes. Engines"
+        " that share it each take a numbered folder in it, the next one that of one that ended.",
     )
-    disk_bytes: int = Field(64 << 30, gt=0, description="Bytes of all files in disk_folder.")
+    disk_bytes: int = Field(
+        64 << 30, gt=0, description="Bytes of one engine's checkpoint files in disk_folder."
+    )
     tier_state_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="Type of recurrent states in host memory and on disk; bfloat16 halves them and"

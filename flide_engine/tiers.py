@@ -19,6 +19,7 @@ from flide_engine.cache.disk import DiskTier
 from flide_engine.cache.disk_file import Loaded
 from flide_engine.cache.host import HostTier
 from flide_engine.cache.index import Checkpoint, Match
+from flide_engine.cache.own_folder import OwnFolder
 from flide_engine.cache.pool import Pool
 from flide_engine.cache.rows import move_rows
 from flide_engine.config import GRAIN, EngineConfig
@@ -49,8 +50,11 @@ class _Arrival:
 class Tiers:
     """Host memory and disk of one engine. The engine's thread uses it; `fetch` any thread may."""
 
-    def __init__(self, host: HostTier, disk: DiskTier | None) -> None:
-        self.host, self.disk = host, disk
+    def __init__(
+        self, host: HostTier, disk: DiskTier | None = None, folder: OwnFolder | None = None
+    ) -> None:
+        """folder: of the disk tier, released at the end."""
+        self.host, self.disk, self._folder = host, disk, folder
         self._copies: list[_Copy] = []
         self._arrivals: list[_Arrival] = []
         self._writer = ThreadPoolExecutor(1, "flide-disk") if disk is not None else None
@@ -60,21 +64,24 @@ class Tiers:
     def of(
         cls, config: EngineConfig, pool: Pool, weights: str, clock: Callable[[], float]
     ) -> "Tiers | None":
-        """As configured; None without any. Raises ConfigError for a disk without host memory."""
+        """As configured; None without any. Raises ConfigError for a disk without host memory, and
+        for a folder that cannot be used.
+        """
         if not config.host_bytes:
             if config.disk_folder:
                 raise ConfigError("disk_folder needs host_bytes: files are written from there")
             return None
-        disk, rounded = None, config.tier_state_dtype == "bfloat16"
-        if config.disk_folder:
-            layout = {**asdict(pool.shape), "dtype": str(pool.dtype)}
-            if rounded:
-                layout["states"] = config.tier_state_dtype
-            disk = DiskTier(
-                config.disk_folder, config.disk_bytes, weights,
-                json.dumps(layout, sort_keys=True), clock,
-            )  # fmt: skip
-        return cls(HostTier(pool, config.host_bytes, clock, rounded), disk)
+        rounded = config.tier_state_dtype == "bfloat16"
+        host = HostTier(pool, config.host_bytes, clock, rounded)
+        if config.disk_folder is None:
+            return cls(host)
+        described = {**asdict(pool.shape), "dtype": str(pool.dtype)}
+        if rounded:
+            described["states"] = config.tier_state_dtype
+        layout = json.dumps(described, sort_keys=True)
+        folder = OwnFolder(config.disk_folder, f"{weights} {layout}")
+        log.info("checkpoint files are in %s", folder.path)
+        return cls(host, DiskTier(folder.path, config.disk_bytes, weights, layout, clock), folder)
 
     def copy(
         self, checkpoint: Checkpoint, tokens: Ints, keys: Sequence[bytes], pool: Pool, pages: Ints,
@@ -223,9 +230,13 @@ class Tiers:
 
     def close(self) -> None:
         """Waits for what is under way."""
-        self.settle(copies=True, writes=True)
-        if self._writer is not None:
-            self._writer.shutdown()
+        try:
+            self.settle(copies=True, writes=True)
+        finally:
+            if self._writer is not None:
+                self._writer.shutdown()
+            if self._folder is not None:
+                self._folder.release()
 
     def _write_of(self, checkpoint: Checkpoint) -> tuple[Any, ...]:
         """What the writer is to do; it reads rows, which stay as they are while this is locked."""

@@ -34,7 +34,7 @@ def test_engines_that_compute_alike_agree_and_keep_nothing(bits: str, tmp_path: 
         assert not other.states(tenant=None)
         held = other.accounting()
         assert held.page_bytes_held == held.slot_bytes_held == 0
-        assert not list(tmp_path.iterdir())
+        assert not list(tmp_path.rglob("*.checkpoint"))
     finally:
         other.close()
 

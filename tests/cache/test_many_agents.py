@@ -34,7 +34,7 @@ def test_nothing_wrong_is_served_and_the_counts_balance(tmp_path: Path) -> None:
             # as a kill leaves it: what is renamed is there, a part of a file may be, too
             copied = tmp_path / f"after-{i}"
             shutil.copytree(folder, copied, ignore=shutil.ignore_patterns("*.part"))
-            (copied / "torn.checkpoint.1-1.part").write_bytes(b"half")
+            (copied / "0" / "torn.checkpoint.1-1.part").write_bytes(b"half")
             machine.tiers.close()
             folder = copied
             machine = Machine(folder, need // 10, need // 10)
@@ -70,8 +70,9 @@ def check_accounting(machine: Machine) -> None:
     assert sum(total for (tier, _), (_, total) in sizes.items() if tier == "device") == total
     disk = machine.tiers.disk
     assert disk is not None
-    assert sizes["disk", "file"][0] == sum(p.stat().st_size for p in disk._folder.iterdir())
-    files = [load_file(path)["tokens"] for path in disk._folder.iterdir()]
+    paths = list(disk._folder.glob("*.checkpoint"))
+    assert sizes["disk", "file"][0] == sum(path.stat().st_size for path in paths)
+    files = [load_file(path)["tokens"] for path in paths]
     assert tokens["disk"] == sum(map(len, files)) > 0
 
 
