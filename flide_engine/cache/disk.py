@@ -4,7 +4,7 @@ A file holds what a checkpoint adds to the one before it on disk: tokens and pag
 and its state. It is written under another name and renamed, so it is there whole or not at all; its
 name follows from weights, layout, tenant and prefix, so it is found without being opened. For whom
 it is kept may change, and then stands in a small file beside it. What is damaged, of other weights
-or of another layout is refused, reported and never used.
+or of another layout is refused, reported and never used; it counts, and is the first to go.
 """
 
 import hashlib
@@ -46,32 +46,38 @@ class DiskTier:
     ) -> None:
         """budget: bytes of all files. weights, layout: what a file must have been made with.
 
-        Looks at the folder's files, and removes what an interrupted process left behind.
+        Looks at the folder's files, which must be this tier's alone, and removes what an
+        interrupted process left behind and what is more than the budget.
         """
         self._folder, self.budget, self._clock = folder, budget, clock
         self._made = {"format": FORMAT, "weights": weights, "layout": layout}
         self._lock = threading.Lock()
         self._files: dict[str, File] = {}
+        self._others: dict[str, tuple[float, int]] = {}  # (written, bytes) of what is not used
         self.refused = 0
         folder.mkdir(parents=True, exist_ok=True)
-        for path in sorted(folder.glob(f"*{SUFFIX}*")):
-            if path.suffix != SUFFIX:
-                path.unlink(missing_ok=True)
-            elif (header := self._header(path)) is not None:
-                self._files[path.stem] = file_of(header, path.stat().st_size, clock())
-                self._read_names(path.stem)
+        for path in folder.glob(f"*{SUFFIX}.*"):
+            path.unlink(missing_ok=True)
+        # what was written last counts as used last
+        for path in sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime):
+            if (header := self._header(path)) is None:
+                self._put_aside(path.stem)
+                continue
+            self._files[path.stem] = file_of(header, path.stat().st_size, clock())
+            self._read_names(path.stem)
         for path in folder.glob(f"*{NAMES}"):
             if not path.with_suffix(SUFFIX).exists():
                 path.unlink(missing_ok=True)
+        self._make_room("")
 
     def __len__(self) -> int:
         return len(self._files)
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all files."""
+        """Bytes of all files, also of those that are not used."""
         with self._lock:
-            return sum(f.size for f in self._files.values())
+            return self._held()
 
     @property
     def distinct_tokens(self) -> int:
@@ -174,6 +180,7 @@ class DiskTier:
             if parent and parent not in self._files:  # removed meanwhile: the file is of no use
                 path.unlink(missing_ok=True)
                 return
+            self._others.pop(stem, None)
             self._files[stem] = file_of(header, len(data), self._clock())
             self._make_room(stem)
 
@@ -252,18 +259,34 @@ class DiskTier:
         log.warning("checkpoint file %s is refused: %s", path.name, why)
 
     def _drop(self, name: str) -> None:
-        """Forgets a file and those that continue it; they stay for whoever wants to look."""
+        """Forgets a file and those that continue it; they stay for whoever wants to look, while
+        there is room.
+        """
         with self._lock:
             gone = [name]
             while gone:
-                self._files.pop(gone.pop(), None)
+                stem = gone.pop()
+                if self._files.pop(stem, None) is not None:
+                    self._put_aside(stem)
                 gone += [
                     n for n, f in self._files.items() if f.parent and f.parent not in self._files
                 ]
 
+    def _put_aside(self, stem: str) -> None:
+        """Counts a file that is not used; the lock is held, here and below."""
+        try:
+            found = (self._folder / f"{stem}{SUFFIX}").stat()
+        except OSError:
+            return
+        self._others[stem] = found.st_mtime, found.st_size
+
+    def _held(self) -> int:
+        return sum(f.size for f in self._files.values()) + sum(n for _, n in self._others.values())
+
     def _remove(self, stem: str) -> None:
-        """Removes a file that none continues; the lock is held, here and below."""
-        del self._files[stem]
+        """Removes a file that none continues, or that is not used."""
+        if self._files.pop(stem, None) is None:
+            del self._others[stem]
         for suffix in (SUFFIX, NAMES):
             (self._folder / f"{stem}{suffix}").unlink(missing_ok=True)
 
@@ -278,11 +301,15 @@ class DiskTier:
                 self._remove(stem)
 
     def _make_room(self, newest: str) -> None:
-        """Removes files that none continues, least recently used first, until the budget holds.
+        """Removes files until the budget holds: those that are not used, the oldest first, then
+        those that none continues, least recently used first.
 
         Pinned ones stay; if nothing else is left, the newest goes.
         """
-        while sum(f.size for f in self._files.values()) > self.budget:
+        while self._held() > self.budget:
+            if self._others:
+                self._remove(min(self._others, key=lambda stem: self._others[stem]))
+                continue
             parents = {f.parent for f in self._files.values()}
             ends = [n for n, f in self._files.items() if n not in parents and not f.pinned]
             if not ends and newest not in self._files:
