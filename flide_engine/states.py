@@ -1,6 +1,6 @@
 """States by name: what is remembered of them, kept, forgotten, branched, handed to other processes.
 
-Only the engine's thread uses it.
+Only the engine's thread uses it, but for what says so.
 """
 
 import logging
@@ -241,8 +241,15 @@ class States:
         for checkpoint in memory:
             checkpoint.keep_for(new, anchor)
         if self._tiers is not None and self._tiers.disk is not None:
-            self._tiers.disk.branch(files, new, anchor)
+            self._tiers.disk.branch(tenant, name, longest, new, anchor)
         return longest
+
+    def flush(self) -> None:
+        """Makes the disk agree with what has been asked here. Any thread may ask, and the engine's
+        should not: it waits for the disk.
+        """
+        if self._tiers is not None:
+            self._tiers.flush()
 
     def describe(self, tenant: str | None, name: str) -> list[StateInfo]:
         """What is remembered of a tenant's states, of one name or of all, longest first.
@@ -302,7 +309,7 @@ class States:
         for _, checkpoint in memory:
             checkpoint.pinned = pinned
         if self._tiers is not None and self._tiers.disk is not None:
-            self._tiers.disk.pin(files, pinned)
+            self._tiers.disk.pin(tenant, name, position, pinned)
         return len(memory) + len(files)
 
     def _check_share(

@@ -9,14 +9,13 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from flide_engine.cache.beside import Event
 from flide_engine.cache.disk import DiskTier
-from flide_engine.cache.disk_file import Loaded
+from flide_engine.cache.disk_file import File, Loaded
 from flide_engine.cache.host import HostTier
 from flide_engine.cache.index import Checkpoint, Match
 from flide_engine.cache.own_folder import OwnFolder
@@ -39,6 +38,17 @@ class _Copy:
 
 
 @dataclass
+class _Write:
+    """A file that is being written or waits for it: the copy that is locked for it, and what is
+    known of the file.
+    """
+
+    future: "Future[None]"
+    copy: Checkpoint
+    file: File
+
+
+@dataclass
 class _Arrival:
     """A checkpoint on its way to the device, and what it comes from: kept until it is there."""
 
@@ -58,7 +68,7 @@ class Tiers:
         self._copies: list[_Copy] = []
         self._arrivals: list[_Arrival] = []
         self._writer = ThreadPoolExecutor(1, "flide-disk") if disk is not None else None
-        self._writes: list[tuple[Future[None], Checkpoint]] = []
+        self._writes: list[_Write] = []
 
     @classmethod
     def of(
@@ -159,21 +169,27 @@ class Tiers:
             copy.event.wait()
             if copy.source is not None:
                 copy.source.locks -= 1
-            if self._writer is None:
-                copy.copy.locks -= 1
+            if self._writer is None or copy.copy.is_base:
+                self._unlock(copy.copy)
             else:
-                self._writes.append((self._writer.submit(*self._write_of(copy.copy)), copy.copy))
+                self._writes.append(self._write(copy.copy, self._writer))
         self._copies = still
         open_writes = []
-        for future, checkpoint in self._writes:
-            if not (writes or future.done()):
-                open_writes.append((future, checkpoint))
+        for write in self._writes:
+            if not (writes or write.future.done()):
+                open_writes.append(write)
                 continue
-            if error := future.exception():
+            if error := write.future.exception():
                 log.error("a checkpoint was not written to disk: %s", error)
-            checkpoint.locks -= 1
+            self._unlock(write.copy)
         self._writes = open_writes
         return busy
+
+    def _unlock(self, copy: Checkpoint) -> None:
+        """One user less of a copy on the host; what was forgotten meanwhile goes with the last."""
+        copy.locks -= 1
+        if copy.is_base and not copy.locks:
+            self.host.forget(copy)
 
     def _settle_arrivals(self, wait: bool) -> None:
         still: list[_Arrival] = []
@@ -185,7 +201,7 @@ class Tiers:
             arrival.checkpoint.coming = None
             arrival.checkpoint.locks -= 1
             if isinstance(arrival.source, Checkpoint):
-                arrival.source.locks -= 1
+                self._unlock(arrival.source)
         self._arrivals = still
 
     def sizes(self) -> dict[tuple[str, str], tuple[int, int]]:
@@ -215,18 +231,34 @@ class Tiers:
     def forget(self, tenant: str, name: str, beyond: int) -> int:
         """Keeps a named state past `beyond` tokens for it no longer, everywhere: how many copies.
 
-        What is under way is waited for.
+        Copies under way are waited for, files that are being written are not: they do not come to
+        be, and what they are written from goes when they are done with.
         """
-        self.settle(copies=True, writes=True)
+        self.settle(copies=True)
         count = 0
         for checkpoint in self.host.of(tenant, name):
-            if checkpoint.position > beyond and not checkpoint.locks:
+            if checkpoint.position > beyond:
                 count += 1
-                if not checkpoint.leave(name):
+                if not checkpoint.leave(name) and not checkpoint.locks:
                     self.host.forget(checkpoint)
         if self.disk is not None:
             count += self.disk.forget(tenant, name, beyond)
+            still = []
+            for write in self._writes:
+                if write.copy.is_base and write.future.cancel():
+                    self.disk.withdraw(write.file)
+                    self._unlock(write.copy)
+                else:
+                    still.append(write)
+            self._writes = still
         return count
+
+    def flush(self) -> None:
+        """Makes the disk agree with what states were told to do. Any thread may ask, and the
+        engine's should not: it waits for the disk.
+        """
+        if self.disk is not None:
+            self.disk.flush()
 
     def close(self) -> None:
         """Waits for what is under way."""
@@ -235,17 +267,19 @@ class Tiers:
         finally:
             if self._writer is not None:
                 self._writer.shutdown()
+            self.flush()
             if self._folder is not None:
                 self._folder.release()
 
-    def _write_of(self, checkpoint: Checkpoint) -> tuple[Any, ...]:
-        """What the writer is to do; it reads rows, which stay as they are while this is locked."""
+    def _write(self, copy: Checkpoint, writer: ThreadPoolExecutor) -> _Write:
+        """Has a copy written; the rows that are read stay as they are while it is locked."""
         assert self.disk is not None
-        tokens, keys = self.host.index.tokens_of(checkpoint), self.host.index.keys_of(checkpoint)
-        pages, state = self.host.rows_of(checkpoint)
+        tokens, keys = self.host.index.tokens_of(copy), self.host.index.keys_of(copy)
+        pages, state = self.host.rows_of(copy)
 
         def read(first: int) -> tuple[Tensor, Tensor]:
             copied = self.host.read(pages[first:], state)
             return copied.pages, copied.state
 
-        return self.disk.save, checkpoint.tenant, checkpoint.known(), keys, tokens, read
+        file = self.disk.announce(copy.tenant, copy, copy.position)
+        return _Write(writer.submit(self.disk.save, file, keys, tokens, read), copy, file)

@@ -12,12 +12,11 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
 from flide_engine.cache.disk_file import (
@@ -26,10 +25,11 @@ from flide_engine.cache.disk_file import (
     SUFFIX,
     File,
     Loaded,
-    checksum_of,
+    contents_of,
     file_of,
     header_of,
-    write_whole,
+    packed,
+    part_of,
 )
 from flide_engine.cache.names import Named, names_in, names_text
 from flide_engine.config import GRAIN
@@ -39,7 +39,11 @@ log = logging.getLogger(__name__)
 
 
 class DiskTier:
-    """Checkpoints in a folder. Any thread may use it."""
+    """Checkpoints in a folder. Any thread may use it.
+
+    What is given up and for whom files are kept is changed in memory only, where engines may do it
+    between two rounds; `flush` makes the folder agree.
+    """
 
     def __init__(
         self, folder: Path, budget: int, weights: str, layout: str, clock: Callable[[], float]
@@ -51,24 +55,29 @@ class DiskTier:
         """
         self._folder, self.budget, self._clock = folder, budget, clock
         self._made = {"format": FORMAT, "weights": weights, "layout": layout}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what is known of files: never held while one is written
+        self._folder_lock = threading.Lock()  # of which files are there; taken before the other
         self._files: dict[str, File] = {}
+        self._coming: set[File] = set()  # those that are yet to be written
+        self._gone: dict[str, None] = {}  # to be removed, in this order
+        self._unnoted: set[str] = set()  # kept for others than their files say
         self._others: dict[str, tuple[float, int]] = {}  # (written, bytes) of what is not used
         self.refused = 0
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob(f"*{SUFFIX}.*"):
+        for path in folder.glob("*.part"):
             path.unlink(missing_ok=True)
         # what was written last counts as used last
         for path in sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime):
             if (header := self._header(path)) is None:
                 self._put_aside(path.stem)
                 continue
-            self._files[path.stem] = file_of(header, path.stat().st_size, clock())
+            self._files[path.stem] = file_of(path, header, clock())
             self._read_names(path.stem)
         for path in folder.glob(f"*{NAMES}"):
             if not path.with_suffix(SUFFIX).exists():
                 path.unlink(missing_ok=True)
         self._make_room("")
+        self.flush()
 
     def __len__(self) -> int:
         return len(self._files)
@@ -111,27 +120,57 @@ class DiskTier:
 
         Those that are kept for no other name are removed, or stay as the base of files that are.
         """
-        left = [f for f in self.of(tenant, name) if f.position > beyond]
         with self._lock:
+            left = [f for f in self._named(tenant, name) if f.position > beyond]
             for file in left:
                 file.leave(name)
             self._prune()
             self._note(left)
-        return len(left)
+            return sum(1 for file in left if file not in self._coming)
 
-    def branch(self, files: Sequence[File], new: str, anchor: str) -> None:
-        """Keeps files for another name, too. anchor: what that name is routed on."""
+    def branch(self, tenant: str, name: str, position: int, new: str, anchor: str) -> None:
+        """Keeps a named state's files of so many tokens for another name, too. anchor: what that
+        name is routed on.
+        """
         with self._lock:
+            files = self._named(tenant, name, position)
             for file in files:
                 file.keep_for(new, anchor)
             self._note(files)
 
-    def pin(self, files: Sequence[File], pinned: bool) -> None:
-        """Keeps files from eviction, or no longer."""
+    def pin(self, tenant: str, name: str, position: int | None, pinned: bool) -> None:
+        """Keeps a named state's files from eviction, or no longer: those of so many tokens, or
+        all.
+        """
         with self._lock:
+            files = self._named(tenant, name, position)
             for file in files:
                 file.pinned = pinned
             self._note(files)
+
+    def flush(self) -> None:
+        """Removes what has been given up and writes for whom files are kept. Errors of the disk are
+        logged.
+        """
+        with self._folder_lock:
+            with self._lock:
+                gone = [stem for stem in self._gone if stem not in self._files]
+                names = {s: names_text(self._files[s]) for s in self._unnoted if s in self._files}
+                self._gone.clear()
+                self._unnoted.clear()
+            for stem in gone:
+                for suffix in (SUFFIX, NAMES):
+                    path = self._folder / f"{stem}{suffix}"
+                    try:
+                        path.unlink(missing_ok=True)
+                    except OSError as error:
+                        log.warning("%s cannot be removed: %s", path, error)
+            for stem, known_as in names.items():
+                path = self._folder / f"{stem}{NAMES}"
+                try:
+                    part_of(path, known_as.encode()).replace(path)
+                except OSError as error:
+                    log.warning("names of checkpoint %s cannot be written: %s", stem, error)
 
     def bytes_with(self, more: Sequence[File]) -> int:
         """Bytes of pinned files and of some more."""
@@ -139,50 +178,77 @@ class DiskTier:
             pinned = {f for f in self._files.values() if f.pinned} | set(more)
             return sum(f.size for f in pinned)
 
+    def announce(self, tenant: str, known: Named, position: int) -> File:
+        """A checkpoint that is going to be saved: what happens to its names until then happens to
+        its file. `save` or `withdraw` must follow.
+        """
+        file = File("", 0, self._clock(), tenant, position, **asdict(known.known()))
+        with self._lock:
+            self._coming.add(file)
+        return file
+
+    def withdraw(self, coming: File) -> None:
+        """It is not going to be saved."""
+        with self._lock:
+            self._coming.discard(coming)
+
     def save(
-        self, tenant: str, known: Named, keys: Sequence[bytes], tokens: Ints,
+        self, coming: File, keys: Sequence[bytes], tokens: Ints,
         read: Callable[[int], tuple[Tensor, Tensor]],
     ) -> None:  # fmt: skip
-        """Writes a checkpoint, without what the longest one before it holds.
+        """Writes a checkpoint, without what the longest one before it holds, unless it is kept for
+        nobody any more.
 
-        known: for whom it is kept. keys, tokens: of its whole prefix. read: (pages from a grain on
-        [n, bytes], state [bytes]), both uint8. An error of the disk is logged, and nothing is
-        written.
+        keys, tokens: of its whole prefix. read: (pages from a grain on [n, bytes], state [bytes]),
+        both uint8. An error of the disk is logged, and nothing is written.
         """
-        stem = self._name(tenant, keys[-1])
-        start = self.longest(tenant, keys, len(tokens) - GRAIN)
-        parent = self._name(tenant, keys[start // GRAIN - 1]) if start else ""
+        try:
+            self._save(coming, keys, tokens, read)
+        finally:
+            self.withdraw(coming)
+            self.flush()
+
+    def _save(
+        self, coming: File, keys: Sequence[bytes], tokens: Ints,
+        read: Callable[[int], tuple[Tensor, Tensor]],
+    ) -> None:  # fmt: skip
+        stem = self._name(coming.tenant, keys[-1])
+        start = self.longest(coming.tenant, keys, len(tokens) - GRAIN)
+        parent = self._name(coming.tenant, keys[start // GRAIN - 1]) if start else ""
         with self._lock:
+            if coming.is_base:
+                return
             if (file := self._files.get(stem)) is not None:
                 file.used = self._clock()
                 before = names_text(file)
-                file.learn(known)
+                file.learn(coming)
                 if names_text(file) != before:
                     self._note([file])
                 return
-        pages, state = read(start // GRAIN)
-        tensors = {
-            "tokens": torch.from_numpy(tokens[start:].astype(np.int32)),
-            "pages": pages.contiguous(),
-            "state": state.contiguous(),
-        }
+            names = names_text(coming)
         header = {**self._made, "parent": parent, "start": str(start)}
-        header |= {"tenant": tenant, "names": names_text(known), "position": str(len(tokens))}
-        header["checksum"] = checksum_of(header, tensors)
-        data = save(tensors, metadata=header)
+        header |= {"tenant": coming.tenant, "names": names, "position": str(len(tokens))}
+        data = packed(header, tokens[start:], *read(start // GRAIN))
         path = self._folder / f"{stem}{SUFFIX}"
         try:
-            write_whole(path, data)
+            part = part_of(path, data)
+            with self._folder_lock, self._lock:
+                # removed meanwhile, or what it continues: the file is of no use
+                if coming.is_base or (parent and parent not in self._files):
+                    part.unlink()
+                    return
+                path.with_suffix(NAMES).unlink(missing_ok=True)  # of one that was there before
+                part.replace(path)
+                coming.parent, coming.size, coming.stem = parent, len(data), stem
+                coming.used = self._clock()
+                self._coming.discard(coming)
+                self._others.pop(stem, None)
+                self._files[stem] = coming
+                if names_text(coming) != names:
+                    self._note([coming])
+                self._make_room(stem)
         except OSError as error:
             log.warning("checkpoint %s cannot be written: %s", path.name, error)
-            return
-        with self._lock:
-            if parent and parent not in self._files:  # removed meanwhile: the file is of no use
-                path.unlink(missing_ok=True)
-                return
-            self._others.pop(stem, None)
-            self._files[stem] = file_of(header, len(data), self._clock())
-            self._make_room(stem)
 
     def load(self, tenant: str, keys: Sequence[bytes], tokens: Ints) -> Loaded | None:
         """The checkpoint of exactly these tokens; None if it is not there or not to be trusted.
@@ -241,14 +307,10 @@ class DiskTier:
             self._drop(name)
             return None
         try:
-            tensors = load(path.read_bytes())
-            told = header.pop("checksum", None)
-            if told != checksum_of(header, tensors):
-                raise ValueError("the checksum does not agree")
-        except (OSError, ValueError, SafetensorError) as error:
+            return header, contents_of(path, header)
+        except (OSError, ValueError) as error:
             self._refuse(name, str(error))
             return None
-        return header, tensors
 
     def _refuse(self, name: str, why: str) -> None:
         self._report(self._folder / f"{name}{SUFFIX}", why)
@@ -284,11 +346,10 @@ class DiskTier:
         return sum(f.size for f in self._files.values()) + sum(n for _, n in self._others.values())
 
     def _remove(self, stem: str) -> None:
-        """Removes a file that none continues, or that is not used."""
+        """Gives up a file that none continues, or that is not used."""
         if self._files.pop(stem, None) is None:
             del self._others[stem]
-        for suffix in (SUFFIX, NAMES):
-            (self._folder / f"{stem}{suffix}").unlink(missing_ok=True)
+        self._gone[stem] = None
 
     def _prune(self) -> None:
         """Removes files that are kept for nobody and that none continues."""
@@ -317,15 +378,19 @@ class DiskTier:
             self._remove(min(ends or [newest], key=lambda n: self._files[n].used))
             self._prune()
 
+    def _named(self, tenant: str, name: str, position: int | None = None) -> list[File]:
+        """As `of`, with those that are yet to be written; position: only those of so many
+        tokens.
+        """
+        return [
+            f
+            for f in (*self._files.values(), *self._coming)
+            if f.tenant == tenant and f.goes_by(name) and position in (None, f.position)
+        ]
+
     def _note(self, changed: Sequence[File]) -> None:
-        """Writes for whom files are kept now, if they are still there."""
-        stems = {id(file): stem for stem, file in self._files.items()}
-        for file in changed:
-            if (stem := stems.get(id(file))) is not None:
-                try:
-                    write_whole(self._folder / f"{stem}{NAMES}", names_text(file).encode())
-                except OSError as error:
-                    log.warning("names of checkpoint %s cannot be written: %s", stem, error)
+        """For whom files are kept has changed: if they are there, that is to be written."""
+        self._unnoted |= {file.stem for file in changed if file.stem}
 
     def _read_names(self, stem: str) -> None:
         """Takes in for whom a file is kept, if that has changed since it was written."""

@@ -26,7 +26,8 @@ def test_files_of_other_weights_count_and_go_first_the_oldest_before(tmp_path: P
         (path,) = set(tmp_path.iterdir()) - before
         os.utime(path, (1000 - seed, 1000 - seed))  # the last one written is the oldest
         ages[seed] = path
-    theirs.pin(theirs.of("t"), True)
+    theirs.pin("t", "s", None, True)
+    theirs.flush()
     one = size_of(tmp_path) // 3
     ours = disk_of(tmp_path, budget=5 * one)
     assert ours.bytes_held >= 3 * (one - 300)
@@ -76,3 +77,21 @@ def test_what_was_refused_counts_and_goes_first(tmp_path: Path, at: int) -> None
     assert disk.bytes_held == size_of(tmp_path)
     tight = disk_of(tmp_path, budget=path.stat().st_size)
     assert tight.bytes_held == size_of(tmp_path) == path.stat().st_size
+
+
+def test_a_file_that_comes_again_is_kept_for_whom_it_is_written_for(tmp_path: Path) -> None:
+    """Not for those whom an earlier one of the same name was kept for, also after a restart."""
+    disk = disk_of(tmp_path)
+    saved(disk, 4)
+    disk.pin("t", "s", None, True)
+    disk.branch("t", "s", 256, "twin", "")
+    disk.flush()
+    assert disk.forget("t", "s") == disk.forget("t", "twin") == 1
+    saved(disk, 4, name="new")  # before the folder knows
+    for tier in (disk, disk_of(tmp_path)):
+        (file,) = tier.of("t")
+        assert (file.names(), file.pinned) == ([("new", "")], False)
+    assert disk.forget("t", "new") == 1
+    assert list(tmp_path.iterdir())
+    disk.flush()
+    assert not list(tmp_path.iterdir())

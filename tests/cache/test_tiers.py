@@ -144,8 +144,8 @@ def saved(disk: DiskTier, grains: int, seed: int = 0, name: str = "s") -> torch.
     tokens = text(grains, seed)
     pages = torch.arange(9 * 16, dtype=torch.uint8).reshape(9, 16)[:grains] + seed
     state = torch.full((40,), grains, dtype=torch.uint8)
-    known = Named(name=name)
-    disk.save("t", known, grain_keys(tokens), tokens, lambda first: (pages[first:], state))
+    coming = disk.announce("t", Named(name=name), len(tokens))
+    disk.save(coming, grain_keys(tokens), tokens, lambda first: (pages[first:], state))
     return pages
 
 
@@ -214,5 +214,6 @@ def test_the_budget_removes_ends_of_chains_first_and_forgetting_removes_all(tmp_
     assert tight.bytes_held <= disk.bytes_held
     assert tight.forget("t", "s")
     assert not tight.forget("t", "s")
+    tight.flush()
     assert tight.longest("t", keys, 10**6) == 0
     assert [p.suffix for p in tmp_path.iterdir()] == [SUFFIX]
