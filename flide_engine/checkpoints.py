@@ -144,14 +144,16 @@ class Checkpoints:
     def make_room(self, error: PoolExhausted) -> bool:
         """Evicts until what a round lacked is free. False if not enough can be."""
         while self._pool.free < error.needed:
-            victim = self.index.victim(self._clock())
-            if victim is None:
-                if self._tiers is None or not self._tiers.settle(copies=True):
-                    return False
-                continue
-            if self._tiers is not None:
-                self._copy(victim, leaving=True)
-            self.free(self.index.remove(victim))
+            found = False
+            for victim in self.index.victims(self._clock()):
+                found = True
+                if self._tiers is not None:
+                    self._copy(victim, leaving=True)
+                self.free(self.index.remove(victim))
+                if self._pool.free >= error.needed:
+                    break
+            if not found and (self._tiers is None or not self._tiers.settle(copies=True)):
+                return False
         return True
 
     def copy_some(self, most: int) -> None:

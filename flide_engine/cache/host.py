@@ -100,7 +100,7 @@ class HostTier:
 
         tokens, keys: of its prefix. The pool's must stay where it is until the copies are made.
         """
-        position = GRAIN * len(pages)
+        position, victims = GRAIN * len(pages), None
         while True:
             known = self.index.match(tenant, tokens, keys, position)
             if known.checkpoint is not None and known.checkpoint.position == position:
@@ -112,8 +112,10 @@ class HostTier:
                 rows = self._counted.take(len(new) + self._state_rows)
                 break
             except PoolExhausted:
-                if not self._evict():
+                victims = victims or self.index.victims(self._clock())
+                if (victim := next(victims, None)) is None:
                     return None
+                self.forget(victim)
         of_pages, of_state = rows[: len(new)], rows[len(new) :]
         places = pool.places(new)
 
@@ -167,10 +169,3 @@ class HostTier:
     def of(self, tenant: str | None, name: str = "") -> list[Checkpoint]:
         """A tenant's checkpoints, of one name or of all; tenant: None for every one's."""
         return [c for c in self.index if tenant in (None, c.tenant) and c.goes_by(name)]
-
-    def _evict(self) -> bool:
-        victim = self.index.victim(self._clock())
-        if victim is None:
-            return False
-        self.forget(victim)
-        return True
