@@ -3,6 +3,7 @@
 Puts the index, the pool's counts and the mark policy together. Only the engine's thread uses it.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,11 @@ from flide_engine.errors import PoolExhausted
 from flide_engine.layout.plan import Anchor, Ints
 from flide_engine.tiers import Tiers
 from flide_engine.work import RequestWork, Resume
+
+log = logging.getLogger(__name__)
+
+COPIES_WAIT_S = 0.01
+"""How often an engine that has nothing else to do looks after copies under way."""
 
 
 @dataclass
@@ -174,6 +180,25 @@ class Checkpoints:
     def has_copies_to_make(self) -> bool:
         """Whether `copy_some` has something to do."""
         return bool(self._to_copy)
+
+    @property
+    def copies_wait_s(self) -> float | None:
+        """Seconds after which `copy_some` may find that copies under way are made, and have them
+        written; None if none is under way.
+        """
+        return COPIES_WAIT_S if self._tiers is not None and self._tiers.is_copying else None
+
+    def close(self) -> None:
+        """Copies what has not been, if it can outlive the process; to be called at the end."""
+        if self._tiers is None:
+            return
+        try:
+            if self._tiers.disk is not None:
+                self.copy_some(1 << 62)
+        except Exception:
+            log.exception("checkpoints that had not been copied yet are lost")
+        finally:
+            self._tiers.close()
 
     def _copy(self, checkpoint: Checkpoint, leaving: bool = False) -> None:
         assert self._tiers is not None

@@ -236,8 +236,7 @@ class Engine(StateOperations):
         self._loop.close()
         self._renderers.shutdown()
         self._finisher.shutdown()
-        if self._tiers is not None:
-            self._tiers.close()
+        self._checkpoints.close()
 
     def _render(self, request: DecisionRequest | dict[str, Any] | bytes, asked: Submission) -> None:
         try:

@@ -154,6 +154,13 @@ class Tiers:
         """When everything on its way to the device is there; None if nothing is."""
         return self._arrivals[-1].event if self._arrivals else None
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether copies to the host are under way; `settle` has files made of those that are
+        there.
+        """
+        return bool(self._copies)
+
     def settle(self, copies: bool = False, writes: bool = False) -> bool:
         """Unlocks what has been copied and written; whether copies were under way.
 
