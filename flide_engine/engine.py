@@ -264,9 +264,7 @@ class Engine(StateOperations):
             return None
         text, limit = work.rendered.prompts[0], work.rendered.state_tokens
         found = self._checkpoints.longest(work.tenant, text, work.keys, limit)
-        if self._tiers.disk.longest(work.tenant, work.keys, limit) <= found:
-            return None
-        return self._tiers.fetch(work.tenant, text, work.keys, limit)
+        return self._tiers.fetch(work.tenant, text, work.keys, limit, found)
 
     def _prepare(self, request: DecisionRequest) -> Rendered:
         """The request's prompts, within the limits. Raises RequestError."""

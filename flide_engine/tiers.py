@@ -222,11 +222,15 @@ class Tiers:
         """The longest checkpoint on the host."""
         return self.host.match(tenant, tokens, keys, limit)
 
-    def fetch(self, tenant: str, tokens: Ints, keys: Sequence[bytes], limit: int) -> Loaded | None:
-        """The longest checkpoint on disk of a prompt, at no more than `limit` tokens."""
+    def fetch(
+        self, tenant: str, tokens: Ints, keys: Sequence[bytes], limit: int, least: int = 0
+    ) -> Loaded | None:
+        """The longest checkpoint on disk of a prompt, at no more than `limit` tokens and more than
+        `least`.
+        """
         if self.disk is None:
             return None
-        position = self.disk.longest(tenant, keys, limit)
+        position = self.disk.longest(tenant, keys, limit, least)
         if not position:
             return None
         loaded = self.disk.load(tenant, keys[: position // GRAIN], tokens[:position])

@@ -25,6 +25,7 @@ from flide_engine.cache.disk_file import (
     SUFFIX,
     File,
     Loaded,
+    Reader,
     contents_of,
     file_of,
     header_of,
@@ -55,6 +56,8 @@ class DiskTier:
         """
         self._folder, self.budget, self._clock = folder, budget, clock
         self._made = {"format": FORMAT, "weights": weights, "layout": layout}
+        made = json.dumps(self._made, sort_keys=True)
+        self._digest = hashlib.blake2b(made.encode(), digest_size=16)  # names begin with it
         self._lock = threading.Lock()  # of what is known of files: never held while one is written
         self._folder_lock = threading.Lock()  # of which files are there; taken before the other
         self._files: dict[str, File] = {}
@@ -97,15 +100,15 @@ class DiskTier:
                 f.position for f in before if f is not None
             )
 
-    def longest(self, tenant: str, keys: Sequence[bytes], limit: int) -> int:
-        """Tokens of the longest checkpoint of a prefix, at no more than `limit`; 0 for none.
+    def longest(self, tenant: str, keys: Sequence[bytes], limit: int, least: int = 0) -> int:
+        """Tokens of the longest checkpoint of a prefix, at no more than `limit` and more than
+        `least`; 0 for none.
 
-        keys: `grain_keys` of the prompt.
+        keys: `grain_keys` of the prompt. Waits for nobody: what is told may have changed since.
         """
-        with self._lock:
-            for grains in range(min(limit // GRAIN, len(keys)), 0, -1):
-                if self._name(tenant, keys[grains - 1]) in self._files:
-                    return grains * GRAIN
+        for grains in range(min(limit // GRAIN, len(keys)), least // GRAIN, -1):
+            if self._name(tenant, keys[grains - 1]) in self._files:
+                return grains * GRAIN
         return 0
 
     def of(self, tenant: str | None, name: str = "") -> list[File]:
@@ -192,15 +195,11 @@ class DiskTier:
         with self._lock:
             self._coming.discard(coming)
 
-    def save(
-        self, coming: File, keys: Sequence[bytes], tokens: Ints,
-        read: Callable[[int], tuple[Tensor, Tensor]],
-    ) -> None:  # fmt: skip
+    def save(self, coming: File, keys: Sequence[bytes], tokens: Ints, read: Reader) -> None:
         """Writes a checkpoint, without what the longest one before it holds, unless it is kept for
         nobody any more.
 
-        keys, tokens: of its whole prefix. read: (pages from a grain on [n, bytes], state [bytes]),
-        both uint8. An error of the disk is logged, and nothing is written.
+        keys, tokens: of its whole prefix. An error of the disk is logged, and nothing is written.
         """
         try:
             self._save(coming, keys, tokens, read)
@@ -208,10 +207,7 @@ class DiskTier:
             self.withdraw(coming)
             self.flush()
 
-    def _save(
-        self, coming: File, keys: Sequence[bytes], tokens: Ints,
-        read: Callable[[int], tuple[Tensor, Tensor]],
-    ) -> None:  # fmt: skip
+    def _save(self, coming: File, keys: Sequence[bytes], tokens: Ints, read: Reader) -> None:
         stem = self._name(coming.tenant, keys[-1])
         start = self.longest(coming.tenant, keys, len(tokens) - GRAIN)
         parent = self._name(coming.tenant, keys[start // GRAIN - 1]) if start else ""
@@ -279,7 +275,7 @@ class DiskTier:
         return Loaded(tokens, torch.cat(pages), state, file.known() if file else Named())
 
     def _name(self, tenant: str, key: bytes) -> str:
-        digest = hashlib.blake2b(json.dumps(self._made, sort_keys=True).encode(), digest_size=16)
+        digest = self._digest.copy()
         digest.update(b"\0" + tenant.encode() + b"\0" + key)
         return digest.hexdigest()
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from flide_engine.cache.names import Named, names_in
 from flide_engine.layout.plan import Ints
 
 FORMAT, SUFFIX, NAMES = "flide-disk-2", ".checkpoint", ".names"
+
+Reader = Callable[[int], tuple[Tensor, Tensor]]
+"""A checkpoint's pages from some grain on [n, bytes] and its state [bytes], both uint8."""
 
 
 @dataclass(eq=False)

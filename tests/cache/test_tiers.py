@@ -1,5 +1,6 @@
 """Host memory and disk hold what the device held, bit for bit, and refuse what is not theirs."""
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -217,3 +218,21 @@ def test_the_budget_removes_ends_of_chains_first_and_forgetting_removes_all(tmp_
     tight.flush()
     assert tight.longest("t", keys, 10**6) == 0
     assert [p.suffix for p in tmp_path.iterdir()] == [SUFFIX]
+
+
+def test_a_look_for_files_waits_for_nobody_and_goes_no_further_than_it_must(tmp_path: Path) -> None:
+    """Whoever renders a request looks while files are being noted; what is no longer than what is
+    known already is not found.
+    """
+    disk = disk_of(tmp_path)
+    for grains in (2, 4):
+        saved(disk, grains)
+    keys, found = grain_keys(text(5)), list[int]()
+    look = threading.Thread(
+        target=lambda: found.extend(disk.longest("t", keys, 320, least) for least in (0, 255, 256)),
+        daemon=True,
+    )
+    with disk._lock:
+        look.start()
+        look.join(20)
+        assert found == [256, 256, 0]
