@@ -169,12 +169,10 @@ class Checkpoints:
         if self._tiers is None:
             return
         self._tiers.settle()
-        size = self._pool.shape.slot_bytes(self._pool.dtype.itemsize)
         while self._to_copy and most > 0:
             checkpoint = self._to_copy.popleft()
             if checkpoint in self.index:
-                self._copy(checkpoint)
-                most -= size
+                most -= self._copy(checkpoint)
 
     @property
     def has_copies_to_make(self) -> bool:
@@ -200,10 +198,10 @@ class Checkpoints:
         finally:
             self._tiers.close()
 
-    def _copy(self, checkpoint: Checkpoint, leaving: bool = False) -> None:
+    def _copy(self, checkpoint: Checkpoint, leaving: bool = False) -> int:
         assert self._tiers is not None
         index = self.index
-        self._tiers.copy(
+        return self._tiers.copy(
             checkpoint, index.tokens_of(checkpoint), index.keys_of(checkpoint),
             self._pool, index.pages_of(checkpoint), leaving,
         )  # fmt: skip

@@ -96,18 +96,19 @@ class Tiers:
     def copy(
         self, checkpoint: Checkpoint, tokens: Ints, keys: Sequence[bytes], pool: Pool, pages: Ints,
         leaving: bool = False,
-    ) -> bool:  # fmt: skip
-        """Begins to copy a checkpoint of the pool to the host; it is locked until that is done.
+    ) -> int:  # fmt: skip
+        """Begins to copy a checkpoint of the pool to the host; it is locked until that is done. How
+        many bytes are moved: none if the host has it, or no room for it.
 
-        leaving: it is not, and may be given up at once: later rounds wait for the copy instead.
-        False if the host has no room for it.
+        leaving: it is not locked, and may be given up at once: later rounds wait for the copy
+        instead.
         """
         made = self.host.store(
             checkpoint.tenant, checkpoint.name, tokens, keys, pool, pages, checkpoint.slot
         )
         if made is None:
-            return False
-        copy, event = made
+            return 0
+        copy, event, moved = made
         copy.learn(checkpoint)
         copy.hits = max(copy.hits, checkpoint.hits)
         copy.locks += 1
@@ -117,7 +118,7 @@ class Tiers:
             checkpoint.locks += 1
         self._copies.append(_Copy(None if leaving else checkpoint, copy, event))
         self.settle()
-        return True
+        return moved
 
     def restore(
         self, source: Checkpoint | Loaded, first: int, pool: Pool, pages: Ints, slot: int

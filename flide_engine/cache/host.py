@@ -6,6 +6,7 @@ pages to states follows the load. Checkpoints share the rows of what they have i
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +31,14 @@ class Copied:
 
     pages: Tensor
     state: Tensor
+
+
+class Stored(NamedTuple):
+    """A copy on the host, when it is there, and how many bytes are moved for it."""
+
+    copy: Checkpoint
+    event: Event
+    moved: int
 
 
 class HostTier:
@@ -94,9 +103,9 @@ class HostTier:
     def store(
         self, tenant: str, name: str, tokens: Ints, keys: Sequence[bytes], pool: Pool, pages: Ints,
         slot: int, anchor: str = "",
-    ) -> tuple[Checkpoint, Event] | None:  # fmt: skip
-        """Copies a checkpoint of the pool, beside the rounds, without what is here already: (it,
-        when it is there); None if there is no room.
+    ) -> Stored | None:  # fmt: skip
+        """Copies a checkpoint of the pool, beside the rounds, without what is here already; None
+        if there is no room.
 
         tokens, keys: of its prefix. The pool's must stay where it is until the copies are made.
         """
@@ -106,7 +115,7 @@ class HostTier:
             if known.checkpoint is not None and known.checkpoint.position == position:
                 known.checkpoint.used = self._clock()
                 known.checkpoint.anchor = anchor or known.checkpoint.anchor
-                return known.checkpoint, AtOnce()
+                return Stored(known.checkpoint, AtOnce(), 0)
             new = pages[known.agreed // GRAIN :]
             try:
                 rows = self._counted.take(len(new) + self._state_rows)
@@ -130,7 +139,7 @@ class HostTier:
         made, _, _ = self.index.insert(
             tenant, tokens, keys, every.astype(np.int32), number, self._clock(), name, anchor
         )
-        return made, event
+        return Stored(made, event, len(new) * self._page + self.format.size)
 
     def restore(
         self, checkpoint: Checkpoint, first: int, pool: Pool, pages: Ints, slot: int
