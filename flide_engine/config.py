@@ -130,7 +130,10 @@ class EngineConfig(BaseModel):
         " is not exact (docs/checkpoints.md).",
     )
     option_cache_entries: int = Field(
-        65536, ge=0, description="Option vectors kept across requests (option-vector families)."
+        65536,
+        ge=0,
+        description="Option vectors kept across requests, of all tenants together, each finding its"
+        " own only (option-vector families).",
     )
     render_threads: int = Field(2, gt=0, description="Threads that render and tokenize.")
     watchdog_seconds: float = Field(

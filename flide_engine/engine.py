@@ -241,7 +241,8 @@ class Engine(StateOperations):
     def _render(self, request: DecisionRequest | dict[str, Any] | bytes, asked: Submission) -> None:
         try:
             if not asked.future.cancelled():
-                rendered = self._prepare(parse_request(request, self.config.max_decoded_bytes))
+                typed = parse_request(request, self.config.max_decoded_bytes)
+                rendered = self._prepare(typed, asked.tenant)
                 keys = grain_keys(rendered.prompts[0][: rendered.state_tokens])
                 work = RequestWork.of(asked, rendered, keys)
                 work.loaded = self._fetch(work)
@@ -266,13 +267,13 @@ class Engine(StateOperations):
         found = self._checkpoints.longest(work.tenant, text, work.keys, limit)
         return self._tiers.fetch(work.tenant, text, work.keys, limit, found)
 
-    def _prepare(self, request: DecisionRequest) -> Rendered:
-        """The request's prompts, within the limits. Raises RequestError."""
+    def _prepare(self, request: DecisionRequest, tenant: str = "") -> Rendered:
+        """A tenant's request as prompts, within the limits. Raises RequestError."""
         if request.model not in (None, self.card.name, *ALIASES):
             raise UnknownModel(request.model, (self.card.name, *ALIASES))
         check_questions(request, self.config)
         try:
-            rendered = self._family.render(request)
+            rendered = self._family.render(request, tenant)
         except RecursionError as error:
             raise InvalidRequest((Fault(("body",), "nested too deeply"),)) from error
         check_tokens(rendered, self.config)

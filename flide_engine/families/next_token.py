@@ -63,7 +63,7 @@ class NextToken:
         self._closing, self._after = _encode_but_first_run(tokenizer, after)
         self._may_cut = tokenizer.may_cut("\n\n", _QUESTION)
 
-    def render(self, request: DecisionRequest) -> Rendered:
+    def render(self, request: DecisionRequest, tenant: str = "") -> Rendered:
         """See Family.render.
 
         The state is encoded once if the tokenizer always ends a word before a question.

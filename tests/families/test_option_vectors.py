@@ -85,13 +85,14 @@ def test_prompts_begin_with_the_state_and_end_to_be_read(family: OptionVectors) 
 
 
 def test_the_cache_drops_the_least_recently_used() -> None:
-    """And tells weights apart."""
+    """And tells weights and tenants apart."""
     cache = VectorCache(2)
     for number, text in enumerate(("a", "b", "a", "c")):
-        cache.put("w", text, np.array([number], np.float32))
-    assert cache.get("w", "b") is None
-    assert cache.get("w", "a") == np.float32(2)
-    assert cache.get("other", "a") is None
+        cache.put("t", "w", text, np.array([number], np.float32))
+    assert cache.get("t", "w", "b") is None
+    assert cache.get("t", "w", "a") == np.float32(2)
+    assert cache.get("t", "other", "a") is None
+    assert cache.get("other", "w", "a") is None
 
 
 def test_a_kept_vector_keeps_nothing_of_its_round(engine: Engine) -> None:
@@ -101,3 +102,14 @@ def test_a_kept_vector_keeps_nothing_of_its_round(engine: Engine) -> None:
     held = list(engine._family.cache._held.values())  # type: ignore[attr-defined]
     assert len(held) >= 4
     assert all(vector.base is None for vector in held)
+
+
+def test_a_tenant_does_not_find_what_another_has_had_computed(engine: Engine) -> None:
+    """Time would tell that somebody has asked with the same option: each computes its own, once."""
+    request = {"state": "hello", "questions": {"q": {**TEAM, "criteria": {"x y": "z", "w": "v"}}}}
+    computed = []
+    for tenant in ("a", "b", "a", "b"):
+        before = engine.counters().computed
+        engine.submit(request, tenant=tenant).result(60)
+        computed.append(engine.counters().computed - before)
+    assert computed[0] == computed[1] > computed[2] == computed[3]
