@@ -41,6 +41,7 @@ ONLY = {
         "flide_engine/kernels/",
         "flide_engine/models/",
         "flide_engine/cache/beside.py",
+        "flide_engine/cache/pinned.py",
         "flide_engine/cache/pool.py",
         "flide_engine/cache/rows.py",
         "flide_engine/cache/state_format.py",

@@ -15,6 +15,7 @@ from torch import Tensor
 from flide_engine.cache.arena import Counted
 from flide_engine.cache.beside import AtOnce, Event
 from flide_engine.cache.index import Checkpoint, Match, PrefixIndex
+from flide_engine.cache.pinned import pinned
 from flide_engine.cache.pool import Pool
 from flide_engine.cache.rows import collect, move_rows, spread
 from flide_engine.cache.state_format import StateFormat
@@ -63,7 +64,9 @@ class HostTier:
                 f" page takes {self._state_rows + 1}"
             )
         self.pinned = pool.device.type == "cuda"
-        self._rows = torch.zeros(count, self._row, dtype=torch.uint8, pin_memory=self.pinned)
+        size = count * self._row
+        self._memory = pinned(size) if self.pinned else torch.zeros(size, dtype=torch.uint8)
+        self._rows = self._memory.view(count, self._row)
         self._counted = Counted("host rows", count)
         self._clock = clock
         self._states: dict[int, Ints] = {}  # rows of each state, by its number
