@@ -105,7 +105,7 @@ class HostTier:
 
     def store(
         self, tenant: str, name: str, tokens: Ints, keys: Sequence[bytes], pool: Pool, pages: Ints,
-        slot: int, anchor: str = "",
+        slot: int,
     ) -> Stored | None:  # fmt: skip
         """Copies a checkpoint of the pool, beside the rounds, without what is here already; None
         if there is no room.
@@ -117,7 +117,6 @@ class HostTier:
             known = self.index.match(tenant, tokens, keys, position)
             if known.checkpoint is not None and known.checkpoint.position == position:
                 known.checkpoint.used = self._clock()
-                known.checkpoint.anchor = anchor or known.checkpoint.anchor
                 return Stored(known.checkpoint, AtOnce(), 0)
             new = pages[known.agreed // GRAIN :]
             try:
@@ -140,7 +139,7 @@ class HostTier:
         self._states[number] = of_state
         every = np.concatenate([np.zeros(known.agreed // GRAIN, np.int32), of_pages])
         made, _, _ = self.index.insert(
-            tenant, tokens, keys, every.astype(np.int32), number, self._clock(), name, anchor
+            tenant, tokens, keys, every.astype(np.int32), number, self._clock(), name
         )
         return Stored(made, event, len(new) * self._page + self.format.size)
 
