@@ -25,6 +25,7 @@ from router.asking import plain_error
 from router.fingerprint import Fingerprint
 from router.policy import Load
 from router.receiver import Receiver
+from router.refusals import in_a_line
 from router.routing_key import anchor_text, as_key
 from router.session_id import check_session_id
 from router.states import StateCall, Told
@@ -49,6 +50,7 @@ class EngineReplica:
         from flide_engine.engine import Engine  # loads torch, in the replica only
 
         logs.join()
+        in_a_line()
         self._leaving, self._draining = leaving or Leaving(), False
         self._calls, self._taken_over, self._turns = Calls(), Counter[str](), Turns()
         self._engine = Engine(EngineConfig.model_validate(config))
@@ -106,20 +108,27 @@ class EngineReplica:
         home: str = "",
         suspect: str = "",
         reason: str = "",
-    ) -> tuple[bytes, str, tuple[float, ...]]:
+    ) -> tuple[bytes | FlideError, str, tuple[float, ...]]:
         """As `decide`, for callers with this package: (the response's JSON, this replica's id, its
-        load).
+        load). An error of the tree takes the response's place: raised, it would be pickled with its
+        traceback and logged with it, which costs most when there are most of them.
 
         request: also the bytes of its JSON. suspect: what the request is called if a replica has
         died under it (`router.suspects`); it shares no round then.
         """
         how = {"tenant": tenant, "name": session_id, "timeout": timeout_s, "batch": batch}
         self._metrics.routed(reason, retry=bool(suspect))
-        async with self._turns.of(suspect):
-            answers = await self._decide(
-                request, {**how, "alone": bool(suspect)}, (route, anchor, home)
-            )
-        return answers.model_dump_json().encode(), self._id, tuple(self._load())
+        told: bytes | FlideError
+        try:
+            async with self._turns.of(suspect):
+                answers = await self._decide(
+                    request, {**how, "alone": bool(suspect)}, (route, anchor, home)
+                )
+            told = answers.model_dump_json().encode()
+        except FlideError as error:
+            log.info("not answered: %s: %s", type(error).__name__, error)
+            told = error.with_traceback(None)
+        return told, self._id, tuple(self._load())
 
     async def _decide(
         self,

@@ -78,6 +78,11 @@ class EngineConfig(BaseModel):
         description="Predicted wait in milliseconds from which on requests are refused; half of it"
         " for batch work.",
     )
+    measure_costs: bool | None = Field(
+        None,
+        description="Whether rounds of each length are timed at start, so that the first waits are"
+        " predicted, too; none: on a GPU.",
+    )
     batch_age_s: float = Field(
         30.0, gt=0, description="Seconds after which batch work that waits counts as interactive."
     )
@@ -134,6 +139,12 @@ class EngineConfig(BaseModel):
         ge=0,
         description="Option vectors kept across requests, of all tenants together, each finding its"
         " own only (option-vector families).",
+    )
+    text_cache_bytes: int = Field(
+        128 << 20,
+        ge=0,
+        description="Memory for texts and their token ids, by tenant, so that of a state that has"
+        " grown only the end is tokenized; 0: none are kept.",
     )
     render_threads: int = Field(2, gt=0, description="Threads that render and tokenize.")
     watchdog_seconds: float = Field(

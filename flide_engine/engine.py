@@ -24,8 +24,9 @@ from flide_engine.cache.disk_file import Loaded
 from flide_engine.cache.index import grain_keys
 from flide_engine.cache.marks import MarkPolicy
 from flide_engine.cache.pool import Accounting, Pool
-from flide_engine.checkpoints import Checkpoints, Counters
+from flide_engine.checkpoints import Checkpoints
 from flide_engine.config import EngineConfig
+from flide_engine.counters import Counters
 from flide_engine.errors import (
     DeadlineExceeded,
     Fault,
@@ -39,6 +40,7 @@ from flide_engine.graphs import executor_for
 from flide_engine.layout.tree import build_forest
 from flide_engine.limits import check_questions, check_tokens, seconds_allowed
 from flide_engine.loop import RoundLoop, fail
+from flide_engine.measuring import measured
 from flide_engine.memory import Card, plan_memory
 from flide_engine.models.registry import load_model
 from flide_engine.models.weights import weights_hash
@@ -85,7 +87,7 @@ class Engine(StateOperations):
         if threads is not None:
             torch.set_num_threads(threads)
         self._family, vocab = load_family(
-            folder, name, self.weights_hash, config.option_cache_entries
+            folder, name, self.weights_hash, config.option_cache_entries, config.text_cache_bytes
         )
         check_fit(config, model.vocab_size, vocab, model.max_positions)
         memory = plan_memory(config, model.state_shape, dtype, Card.of(device))
@@ -112,11 +114,13 @@ class Engine(StateOperations):
         self._states = States(
             self._checkpoints, pool, self._tiers, clock, config.pin_share, memory.least
         )
+        runner = Runner(executor, pool, config.fork)
         self._loop = RoundLoop(
-            Runner(executor, pool, config.fork),
+            runner,
             Scheduler(
                 config.max_round_tokens,
                 config.max_queued_tokens,
+                measured(runner, config, device.type),
                 bucket_of=executor.bucket_of,
                 max_queue_ms=config.max_queue_ms,
                 batch_age_s=config.batch_age_s,

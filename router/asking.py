@@ -36,8 +36,8 @@ object store. An answer repeats at most its request's names, with some 26 bytes 
 65,536 tokens make room for 1.7 MB.
 """
 
-_quarantine = Quarantine()
-"""What this process refuses; a request must cost two replicas in one call to get there."""
+_quarantine = Quarantine(store=suspects.Refused())
+"""What is refused; a request must cost two replicas in one call to get there."""
 
 
 class Call:
@@ -87,11 +87,16 @@ class Call:
         more = {**self._more, "suspect": self._suspect} if self._suspect else self._more
         return self._handle.decide_with_load.remote(self._body, timeout_s=self.left_s, **more)
 
-    def answer(self, told: tuple[bytes, str, tuple[float, ...]]) -> DecisionResponse:
-        """The answers of what a replica returned; its load is noted for this process's routers."""
+    def answer(self, told: tuple[bytes | FlideError, str, tuple[float, ...]]) -> DecisionResponse:
+        """The answers of what a replica returned; its load is noted for this process's routers.
+
+        Raises the error that it returned instead.
+        """
         answers, replica, load = told
         known = shared(self._handle.app_name, self._handle.deployment_name)
         known.board.answered(replica, load, time.monotonic())
+        if isinstance(answers, FlideError):
+            raise answers
         return DecisionResponse.model_validate_json(answers)
 
     def failed(self, error: Exception) -> None:
@@ -106,6 +111,7 @@ class Call:
         if self._suspect and self._is_to_blame(ours):
             log.error("so did another, and it is to blame; it is refused from now on")
             raise _quarantine.put(self._request) from None
+        _quarantine.check_with_others(self._request)  # it may have cost two replicas elsewhere
         if self._failures == self.TRIES:
             cause = f"{self.TRIES} replicas could not answer, the last one: {ours}"
             raise EngineStopped(cause) from None

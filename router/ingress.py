@@ -23,6 +23,7 @@ from router.http_app import HttpApp
 from router.ledger import RemoteLedger
 from router.observed import App, Observer, observed, observing
 from router.options import CallOptions, HttpLimits
+from router.refusals import in_a_line
 from router.states import StateCall, Told
 
 READY_WITHIN_S = 2.0
@@ -54,6 +55,7 @@ class Gateway:
         self._limits, self._keys = limits, Keys(key_hashes)
         self._charges = Charges(RemoteLedger() if has_ledger else None, gateways)
         self._described: dict[str, str] | None = None
+        in_a_line()
         self._observer = observer() if observer is not None else None
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:

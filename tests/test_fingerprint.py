@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flide_engine.checkpoints import Counters
 from flide_engine.config import EngineConfig
+from flide_engine.counters import Counters
 from flide_engine.engine import Engine
 from flide_engine.fingerprint import PROBE, bits_of
 

@@ -10,12 +10,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"api", "config", "errors"},
-    {"layout", "kernels", "families", "costs", "fairness", "threads", "wire"},
+    {"layout", "kernels", "families", "costs", "counters", "fairness", "threads", "wire"},
     {"cache", "models", "admission", "limits", "packing"},
     {"scheduler", "readout", "resolve", "memory", "tiers", "work"},
-    {"device_plan", "executor", "rounds", "checkpoints"},
+    {"device_plan", "executor", "checkpoints"},
     {"runner", "graphs", "states", "parity"},
-    {"loop"},
+    {"rounds"},
+    {"loop", "measuring"},
     {"state_operations"},
     {"engine"},
     {"fingerprint"},

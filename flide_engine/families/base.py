@@ -79,7 +79,7 @@ class Family(Protocol):
     def render(self, request: DecisionRequest, tenant: str = "") -> Rendered:
         """The request's prompts and reads. Raises InvalidRequest.
 
-        tenant: whose it is; what has been kept of another's requests must not show in them.
+        tenant: whose it is; what is kept of texts and options is used again for the same one only.
         """
         ...
 

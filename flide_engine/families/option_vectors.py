@@ -32,6 +32,7 @@ from flide_engine.families.base import (
     sigmoid,
     softmax,
 )
+from flide_engine.families.growing import GrowingTexts
 from flide_engine.families.rendering import entry_text, level_text, option_text, question_text
 from flide_engine.families.tokenizer import TextTokenizer
 
@@ -81,11 +82,14 @@ class OptionVectors:
     """The family of a folder whose decision_config.json says `"family": "option_vectors"`."""
 
     def __init__(
-        self, folder: Path, tokenizer: TextTokenizer, weights: str, cache_entries: int
-    ) -> None:
+        self, folder: Path, tokenizer: TextTokenizer, weights: str, cache_entries: int,
+        text_cache_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        """cache_entries: option vectors. text_cache_bytes: for texts that were encoded before."""
         config = json.loads((folder / "decision_config.json").read_text())
         self.card = ModelCard(config["name"], config["description"], config["release_date"])
-        self.tokenizer, self.weights = tokenizer, weights
+        self.tokenizer, self._texts = tokenizer, GrowingTexts(tokenizer, text_cache_bytes)
+        self.weights = weights
         self.cache = VectorCache(cache_entries)
         self._state, self._option, self._read = map(tokenizer.control, (STATE, OPTION, READ))
         self._kinds = {kind: tokenizer.control(name) for kind, name in KINDS.items()}
@@ -99,19 +103,20 @@ class OptionVectors:
 
     def render(self, request: DecisionRequest, tenant: str = "") -> Rendered:
         """See Family.render. The state is encoded once, each distinct option once."""
-        ids, settled = self.tokenizer.encode_growing(entry_text(request.state))
+        ids, settled = self._texts.encode_growing(entry_text(request.state), tenant)
         state = np.concatenate([[self._state], ids])
         prompts: list[Tokens] = []
         reads: list[Read] = []
         options: dict[str, list[str]] = {}
         for name, question in request.questions.items():
             reads.append(Read(len(prompts), None, f"question {name!r}"))
-            prompts.append(self._question(state, question))
+            prompts.append(self._question(state, question, tenant))
             options[name] = _options(question)
         known, computed = {}, []
         tokens = len(state) + sum(len(p) - len(state) for p in prompts)
         for text in dict.fromkeys(text for texts in options.values() for text in texts):
-            sequence = np.array([self._option, *self.tokenizer.encode(text), self._read], np.int32)
+            ids = self._texts.encode(text, tenant)
+            sequence = np.array([self._option, *ids, self._read], np.int32)
             tokens += len(sequence)
             vector = self.cache.get(tenant, self.weights, text)
             if vector is not None:
@@ -154,11 +159,11 @@ class OptionVectors:
             )
         return answers
 
-    def _question(self, state: Tokens, question: Question) -> Tokens:
+    def _question(self, state: Tokens, question: Question, tenant: str) -> Tokens:
         yes, no = None, None
         if isinstance(question, Noul) and question.criteria:
             yes, no = question.criteria.true, question.criteria.false
-        text = self.tokenizer.encode(question_text(question.instructions, yes, no))
+        text = self._texts.encode(question_text(question.instructions, yes, no), tenant)
         return np.concatenate([state, [self._kinds[question.type]], text, [self._read]]).astype(
             np.int32
         )

@@ -23,6 +23,8 @@ import deployments.app
 from deployments.app import ENGINE, build
 from deployments.client import DecisionClient
 from deployments.config import AppArgs
+from flide_engine.errors import RequestQuarantined
+from router.quarantine import READ_EVERY_S
 from tests.deployments.conftest import free_port
 from tests.deployments.mortal import KILLS, Mortal
 
@@ -173,7 +175,7 @@ def test_a_request_that_kills_costs_two_replicas_and_nobody_an_answer(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     """By the official SDK, which asks again where that may help: 422 once the second is dead, and
-    from then on.
+    from then on, also by another way than that Gateway.
     """
     before = set(fleet.counters())
     deaths = tmp_path / "deaths"
@@ -205,6 +207,14 @@ def test_a_request_that_kills_costs_two_replicas_and_nobody_an_answer(
         while len(fleet.counters()) < 3:
             time.sleep(0.1)
         answers(8)
+        time.sleep(2 * READ_EVERY_S)  # this process is not the Gateway's, and has heard of it
+        with pytest.raises(RequestQuarantined):
+            fleet.client.decide(
+                {
+                    "state": f"{opening}{KILLS}{deaths}",
+                    "questions": {"q": {"type": "noul", "instructions": "?"}},
+                }
+            )
     assert len(deaths.read_text().split()) == 2
     assert len(set(fleet.counters()) & before) == 1
     for asked, answer in zip(bystanders, answered, strict=True):

@@ -1,6 +1,7 @@
 """A replica over a stand-in for its engine, and the app's configuration; no cluster."""
 
 import asyncio
+import pickle
 from collections import Counter
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from deployments.metrics import MOST_TENANTS, ReplicaMetrics
 from deployments.replica import EngineReplica
 from flide_engine import DecisionRequest, DecisionResponse, Noul, Usage
 from flide_engine.cache.pool import Accounting
-from flide_engine.checkpoints import Counters
+from flide_engine.counters import Counters
 from flide_engine.errors import InvalidRequest, NotReady, Overloaded
 from router import fingerprint
 from router.policy import Load, Stats, decode
@@ -127,6 +128,18 @@ def test_load_comes_with_the_answers(replica: EngineReplica) -> None:
     assert type(load) is tuple
     assert load == (4.0, 3.0, 2.0, 1.0)
     assert asyncio.run(replica.counters())["answered"] == 1
+
+
+def test_refusals_come_as_values_to_our_own_callers(replica: EngineReplica) -> None:
+    """With the load, and without what it would cost to raise them; other faults are raised."""
+    engine_of(replica).fails = Overloaded(1, "requests", 1, "max_waiting_requests", 5)
+    error, name, load = pickle.loads(pickle.dumps(asyncio.run(replica.decide_with_load(PLAIN))))
+    assert isinstance(error, Overloaded)
+    assert (error.retry_after_ms, error.__traceback__) == (5, None)
+    assert (name, load) == ("me", (4.0, 3.0, 2.0, 1.0))
+    engine_of(replica).fails = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(replica.decide_with_load(PLAIN))
 
 
 def test_what_came_from_elsewhere_is_told(replica: EngineReplica) -> None:

@@ -64,7 +64,7 @@ def config() -> Qwen35Config:
 class Interpreted:
     """An executor that runs the GPU kernels in the interpreter, padded to one of two lengths."""
 
-    runs_ahead = False
+    runs_ahead, lengths = False, (96, 224)
 
     def __init__(self, model: Qwen35, pool: Pool) -> None:
         self._model, self._state = model, pool.tensors
@@ -81,6 +81,9 @@ class Interpreted:
         hidden = self._model.forward(tables.stream, self._state)
         logits = self._model.label_logits(hidden, tables.label_reads, tables.label_rows)
         return Done(tables.capacity.rows, logits[: len(asked.reads)].clone().numpy(), None)
+
+    def check(self) -> None:
+        """See Executor."""
 
 
 def bits(kernels: Kernels) -> Bits:

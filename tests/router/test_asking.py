@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +36,13 @@ STOPPED = RayTaskError("decide", "", EngineStopped("CUDA error"))
 WAITED = RayTaskError("decide", "", EngineStopped("CUDA error", running=False))
 
 
+@dataclass(frozen=True)
+class Returned:
+    """An error that comes as a value."""
+
+    error: FlideError
+
+
 class Response:
     """What a handle gives back."""
 
@@ -44,6 +53,8 @@ class Response:
         assert timeout_s is None or timeout_s >= 0
         if isinstance(self.outcome, BaseException):
             raise self.outcome
+        if isinstance(self.outcome, Returned):
+            return self.outcome.error, "replica", (7.0, 5.0, 3.0, 400.0)
         assert isinstance(self.outcome, DecisionResponse)
         return self.outcome.model_dump_json().encode(), "replica", (7.0, 5.0, 3.0, 400.0)
 
@@ -123,13 +134,15 @@ def blamed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 deaths = pytest.mark.parametrize(
-    "death", [DIED, AWAY, STOPPED], ids=["died", "unavailable", "stopped"]
+    "death",
+    [DIED, AWAY, STOPPED, Returned(EngineStopped("CUDA error"))],
+    ids=["died", "unavailable", "stopped", "told"],
 )
 
 
 @both
 @deaths
-def test_a_death_costs_one_retry(way: str, death: Exception, blamed: list[str]) -> None:
+def test_a_death_costs_one_retry(way: str, death: object, blamed: list[str]) -> None:
     """The same call again, as a suspect, which shares no round."""
     handle = Handle(death, GOOD)
     assert asked(handle, way) == GOOD
@@ -143,7 +156,7 @@ def test_a_death_costs_one_retry(way: str, death: Exception, blamed: list[str]) 
 @both
 @deaths
 def test_who_ran_where_a_second_replica_died_is_refused(
-    way: str, death: Exception, blamed: list[str]
+    way: str, death: object, blamed: list[str]
 ) -> None:
     """From then on, without another replica."""
     blamed.append("me")
@@ -153,10 +166,29 @@ def test_who_ran_where_a_second_replica_died_is_refused(
 
 
 @both
-@pytest.mark.parametrize("death", [DIED, AWAY, WAITED], ids=["died", "unavailable", "waited"])
-def test_who_did_not_run_there_is_not_to_blame(
-    way: str, death: Exception, blamed: list[str]
+def test_what_has_cost_two_replicas_elsewhere_costs_one_here_at_most(
+    way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Another process tells it while the first one dies here."""
+    store: Any = SimpleNamespace(told={}, put=lambda *told: store.told.update([told]))
+    store.all = lambda: store.told
+    monkeypatch.setattr(asking, "_quarantine", Quarantine(store=store))
+    handle = Handle(DIED, GOOD)
+    send = handle.remote
+
+    def sent(*args: Any, **kwargs: Any) -> Response:
+        Quarantine(store=store).put(REQUEST)
+        return send(*args, **kwargs)
+
+    monkeypatch.setattr(handle, "remote", sent)
+    with pytest.raises(RequestQuarantined):
+        asked(handle, way)
+    assert len(handle.calls) == 1
+
+
+@both
+@pytest.mark.parametrize("death", [DIED, AWAY, WAITED], ids=["died", "unavailable", "waited"])
+def test_who_did_not_run_there_is_not_to_blame(way: str, death: object, blamed: list[str]) -> None:
     """It is asked again, by the same name, until it is answered; but not for ever."""
     handle = Handle(*[death] * 5, GOOD)
     assert asked(handle, way) == GOOD
@@ -173,13 +205,18 @@ def test_errors_of_ours_come_through_unwrapped(way: str) -> None:
     ours = TooManyTokens("the request", 9, 8, "max_request_tokens")
     for raised, expected in (
         (RayTaskError("decide", "", ours), TooManyTokens),
+        (Returned(ours), TooManyTokens),
         (BackPressureError(1, 1), Overloaded),
         (ZeroDivisionError("x"), ZeroDivisionError),
     ):
         handle = Handle(raised)
+        boards._shared.clear()
         with pytest.raises(expected):
             asked(handle, way)
         assert len(handle.calls) == 1
+        # a refusal that is returned bears the load of who refuses
+        told = boards.shared("app", "Engine").board.load.tokens_per_ms
+        assert (told == 400.0) == isinstance(raised, Returned)
 
 
 def test_a_deadline_cancels_the_call() -> None:
