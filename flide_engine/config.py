@@ -123,16 +123,22 @@ class EngineConfig(BaseModel):
     )
     disk_folder: Path | None = Field(
         None,
-        description="Folder in which checkpoints outlive the process; needs host_bytes.",
+        description="Folder in which checkpoints outlive the process; needs host_bytes. Engines"
+        " that share it each take a numbered folder in it, the next one that of one that ended.",
     )
-    disk_bytes: int = Field(64 << 30, gt=0, description="Bytes of all files in disk_folder.")
+    disk_bytes: int = Field(
+        64 << 30, gt=0, description="Bytes of one engine's checkpoint files in disk_folder."
+    )
     tier_state_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="Type of recurrent states in host memory and on disk; bfloat16 halves them and"
         " is not exact (docs/checkpoints.md).",
     )
     option_cache_entries: int = Field(
-        65536, ge=0, description="Option vectors kept across requests (option-vector families)."
+        65536,
+        ge=0,
+        description="Option vectors kept across requests, of all tenants together, each finding its"
+        " own only (option-vector families).",
     )
     text_cache_bytes: int = Field(
         128 << 20,

@@ -20,12 +20,13 @@ import torch
 
 from flide_engine.admission import Load
 from flide_engine.api import DecisionRequest, DecisionResponse, Usage
-from flide_engine.cache.disk import Loaded
+from flide_engine.cache.disk_file import Loaded
 from flide_engine.cache.index import grain_keys
 from flide_engine.cache.marks import MarkPolicy
 from flide_engine.cache.pool import Accounting, Pool
-from flide_engine.checkpoints import Checkpoints, Counters
+from flide_engine.checkpoints import Checkpoints
 from flide_engine.config import EngineConfig
+from flide_engine.counters import Counters
 from flide_engine.errors import (
     DeadlineExceeded,
     Fault,
@@ -187,7 +188,11 @@ class Engine(StateOperations):
             self._rendering[tenant] += 1
         # on, in the caller's context: what is logged of a request says whose it is
         render = partial(copy_context().run, self._render, request, asked_as)
-        self._renderers.submit(tenant, render)
+        try:
+            self._renderers.submit(tenant, render)
+        except NotReady:  # it closed just now
+            self._has_rendered(tenant)
+            raise
         return future
 
     @property
@@ -235,15 +240,13 @@ class Engine(StateOperations):
         self._loop.close()
         self._renderers.shutdown()
         self._finisher.shutdown()
-        if self._tiers is not None:
-            self._tiers.close()
+        self._checkpoints.close()
 
     def _render(self, request: DecisionRequest | dict[str, Any] | bytes, asked: Submission) -> None:
         try:
             if not asked.future.cancelled():
-                rendered = self._prepare(
-                    parse_request(request, self.config.max_decoded_bytes), asked.tenant
-                )
+                typed = parse_request(request, self.config.max_decoded_bytes)
+                rendered = self._prepare(typed, asked.tenant)
                 keys = grain_keys(rendered.prompts[0][: rendered.state_tokens])
                 work = RequestWork.of(asked, rendered, keys)
                 work.loaded = self._fetch(work)
@@ -252,10 +255,13 @@ class Engine(StateOperations):
         except BaseException as error:
             fail(asked.future, error)
         finally:
-            with self._lock:
-                self._rendering[asked.tenant] -= 1
-                if not self._rendering[asked.tenant]:
-                    del self._rendering[asked.tenant]
+            self._has_rendered(asked.tenant)
+
+    def _has_rendered(self, tenant: str) -> None:
+        with self._lock:
+            self._rendering[tenant] -= 1
+            if not self._rendering[tenant]:
+                del self._rendering[tenant]
 
     def _fetch(self, work: RequestWork) -> Loaded | None:
         """What only the disk has of a state, read here so that no round waits for it."""
@@ -263,12 +269,10 @@ class Engine(StateOperations):
             return None
         text, limit = work.rendered.prompts[0], work.rendered.state_tokens
         found = self._checkpoints.longest(work.tenant, text, work.keys, limit)
-        if self._tiers.disk.longest(work.tenant, work.keys, limit) <= found:
-            return None
-        return self._tiers.fetch(work.tenant, text, work.keys, limit)
+        return self._tiers.fetch(work.tenant, text, work.keys, limit, found)
 
     def _prepare(self, request: DecisionRequest, tenant: str = "") -> Rendered:
-        """The request's prompts, within the limits. Raises RequestError."""
+        """A tenant's request as prompts, within the limits. Raises RequestError."""
         if request.model not in (None, self.card.name, *ALIASES):
             raise UnknownModel(request.model, (self.card.name, *ALIASES))
         check_questions(request, self.config)

@@ -153,7 +153,8 @@ class RoundLoop:
                 while not (self._scheduler or self._calls or self._closed or self._under_way):
                     if self._checkpoints.has_copies_to_make:
                         break  # nothing better to do
-                    self._changed.wait()
+                    if not self._changed.wait(self._checkpoints.copies_wait_s):
+                        break  # to see whether copies have been made
                 if self._closed and not self._under_way:
                     return
             self._turn()  # on its own, as a thread that waits must hold no request

@@ -149,6 +149,22 @@ def test_closing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not engine.is_alive()
 
 
+def test_a_request_that_meets_the_closing_is_refused(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was let in just before, and the threads that would render it have ended: it is told so."""
+    submit = engine._renderers.submit
+
+    def late(tenant: str, job: Any) -> None:
+        engine.close()
+        submit(tenant, job)
+
+    monkeypatch.setattr(engine._renderers, "submit", late)
+    with pytest.raises(NotReady):
+        engine.submit(ask())
+    assert engine.waiting == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

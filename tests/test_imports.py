@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"api", "config", "errors"},
-    {"layout", "kernels", "families", "costs", "fairness", "threads", "wire"},
+    {"layout", "kernels", "families", "costs", "counters", "fairness", "threads", "wire"},
     {"cache", "models", "admission", "limits", "packing"},
     {"scheduler", "readout", "resolve", "memory", "tiers", "work"},
     {"device_plan", "executor", "checkpoints"},
@@ -42,12 +42,14 @@ ONLY = {
         "flide_engine/kernels/",
         "flide_engine/models/",
         "flide_engine/cache/beside.py",
+        "flide_engine/cache/pinned.py",
         "flide_engine/cache/pool.py",
         "flide_engine/cache/rows.py",
         "flide_engine/cache/state_format.py",
         "flide_engine/cache/transfer.py",
         "flide_engine/cache/host.py",
         "flide_engine/cache/disk.py",
+        "flide_engine/cache/disk_file.py",
         "flide_engine/tiers.py",
         "flide_engine/executor.py",
         "flide_engine/device_plan.py",

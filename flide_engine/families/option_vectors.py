@@ -41,34 +41,37 @@ KINDS = {"noul": "<|noul|>", "choice": "<|choice|>", "score": "<|score|>"}
 
 
 class VectorCache:
-    """Option vectors by weights hash and text, the least recently used dropped first.
+    """Option vectors by tenant, weights hash and text, the least recently used dropped first.
     Thread-safe.
+
+    Each tenant has its own: else the time of an answer would tell who has asked about an option.
     """
 
     def __init__(self, entries: int) -> None:
         self._entries = entries
-        self._held: OrderedDict[tuple[str, str], Floats] = OrderedDict()
+        self._held: OrderedDict[tuple[str, str, str], Floats] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, weights: str, text: str) -> Floats | None:
+    def get(self, tenant: str, weights: str, text: str) -> Floats | None:
         """The vector [H] of an option's text, or None."""
         with self._lock:
-            found = self._held.get((weights, text))
+            found = self._held.get((tenant, weights, text))
             if found is not None:
-                self._held.move_to_end((weights, text))
+                self._held.move_to_end((tenant, weights, text))
             return found
 
-    def put(self, weights: str, text: str, vector: Floats) -> None:
-        """Keeps a vector [H]."""
+    def put(self, tenant: str, weights: str, text: str, vector: Floats) -> None:
+        """Keeps a vector [H]: a copy, as what it is a view of holds a whole round's."""
         with self._lock:
-            self._held[weights, text] = vector
-            self._held.move_to_end((weights, text))
+            self._held[tenant, weights, text] = vector.copy()
+            self._held.move_to_end((tenant, weights, text))
             while len(self._held) > self._entries:
                 self._held.popitem(last=False)
 
 
 @dataclass(frozen=True)
 class _Note:
+    tenant: str
     questions: dict[str, Question]
     options: dict[str, list[str]]  # texts by question id
     known: dict[str, Floats]  # vectors found in the cache
@@ -115,14 +118,14 @@ class OptionVectors:
             ids = self._texts.encode(text, tenant)
             sequence = np.array([self._option, *ids, self._read], np.int32)
             tokens += len(sequence)
-            vector = self.cache.get(self.weights, text)
+            vector = self.cache.get(tenant, self.weights, text)
             if vector is not None:
                 known[text] = vector
                 continue
             computed.append(text)
             reads.append(Read(len(prompts), None, f"option {text[:80]!r}"))
             prompts.append(sequence)
-        note = _Note(request.questions, options, known, tuple(computed))
+        note = _Note(tenant, request.questions, options, known, tuple(computed))
         return Rendered(
             tuple(prompts),
             tuple(reads),
@@ -140,7 +143,7 @@ class OptionVectors:
         vectors = dict(note.known)
         for text, vector in zip(note.computed, values[count:], strict=True):
             vectors[text] = vector
-            self.cache.put(self.weights, text, vector)
+            self.cache.put(note.tenant, self.weights, text, vector)
         answers: dict[str, Answer] = {}
         for (name, question), h in zip(note.questions.items(), values[:count], strict=True):
             if isinstance(question, Noul):

@@ -84,9 +84,8 @@ class TextTokenizer:
     """A folder's tokenizer.json, split in two: control tokens by name, and everything else as text.
 
     A tokenizer takes control tokens out of a text first and encodes each run between them by
-    itself.
-    `encode` does the second step only, so text that spells a control token stays text; `pieces`
-    does the first step, for texts that come from a template.
+    itself. `encode` does the second step only, so text that spells a control token stays text;
+    `pieces` does the first step, for texts that come from a template.
     """
 
     def __init__(self, folder: Path) -> None:

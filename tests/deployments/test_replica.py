@@ -18,7 +18,7 @@ from deployments.metrics import MOST_TENANTS, ReplicaMetrics
 from deployments.replica import EngineReplica
 from flide_engine import DecisionRequest, DecisionResponse, Noul, Usage
 from flide_engine.cache.pool import Accounting
-from flide_engine.checkpoints import Counters
+from flide_engine.counters import Counters
 from flide_engine.errors import InvalidRequest, NotReady, Overloaded
 from router import fingerprint
 from router.policy import Load, Stats, decode

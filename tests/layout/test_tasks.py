@@ -12,7 +12,7 @@ from flide_engine.layout.plan import RoundPlan
 from flide_engine.layout.stream import Job
 from flide_engine.layout.tree import Forest
 from flide_engine.readout import Asked
-from tests.layout.test_stream import forests, keys_of, plan_of
+from tests.layout.test_stream import forests, keys_of, page_list, plan_of
 
 
 def lists_of(plan: RoundPlan, tile: int = 4, split: int = 0) -> SimpleNamespace:
@@ -137,8 +137,8 @@ def test_tiles_hold_every_query_once_beside_its_keys(
             assert plan.starts[node] == plan.starts[shared]
             assert plan.chain_rows[node].tolist() == plan.chain_rows[shared].tolist()
             assert shared <= node <= last
-            page_list = plan.pages[tiles.pages[a, 0] :][: tiles.pages[a, 1]]
-            assert page_list.tolist() == plan.page_list(node).tolist()
+            pages = plan.pages[tiles.pages[a, 0] :][: tiles.pages[a, 1]]
+            assert pages.tolist() == page_list(plan, node)
             assert row <= tiles.ends[a, 0]
             # whole steps: every query of the tile is past them
             own = row - plan.cu_seqlens[node] + plan.starts[node] % 64
