@@ -80,7 +80,9 @@ class StateRoutes:
     async def __call__(self, scope: dict[str, Any], receive: Receive, tenant: str) -> Answer:
         """(status, body, further headers). Raises a FlideError."""
         method, parts = scope["method"], _parts(scope)
-        if len(parts) > 2 or (len(parts) == 2 and parts[1] not in ACTIONS):
+        known = len(parts) < 2 or (len(parts) == 2 and parts[1] in ACTIONS)
+        # an empty id is no path, as to an engine it means every state of the tenant
+        if not known or (parts and not parts[0]):
             message = f"no such path: {scope['path'][:200]}"
             return 404, {"detail": {"error_type": "not_found", "message": message}}, []
         allowed = ("GET",), ("GET", "DELETE"), ("POST",)

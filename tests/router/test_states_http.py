@@ -13,7 +13,7 @@ from flide_engine import DecisionRequest, DecisionResponse
 from flide_engine.cache.names import MOST_BRANCHES
 from flide_engine.config import EngineConfig
 from flide_engine.engine import Engine
-from flide_engine.errors import RequestError
+from flide_engine.errors import InvalidRequest, RequestError
 from router.auth import Keys, key_hash
 from router.http_app import HttpApp
 from router.options import CallOptions, HttpLimits
@@ -302,6 +302,22 @@ def test_what_is_wrong_is_named(
     answer = fleet.http(method, path, content=content)
     assert answer.status_code == 422, answer.text
     assert [d["loc"] for d in answer.json()["detail"]] == [loc]
+
+
+@pytest.mark.parametrize("path", ["", "/", "/pin", "//", "/rollback", "?x=1"])
+def test_an_empty_id_is_no_state(fleet: Fleet, path: str) -> None:
+    """A trailing slash is not every state of the tenant, over HTTP or behind it."""
+    for session in ("run", "other"):
+        fleet.ask(words(session, 20), session=session)
+    before = fleet.http("GET", "/v1/states").json()
+    for method in ("GET", "DELETE", "POST"):
+        answer = fleet.http(method, f"/v1/states/{path}", json={"tokens": 0})
+        assert answer.status_code == 404, method
+    for call in (StateCall("delete", KEYS["A"]), StateCall("pin", KEYS["A"])):
+        with pytest.raises(InvalidRequest, match="id"):
+            perform(fleet.engines[0], call, "r0")
+    assert fleet.http("GET", "/v1/states").json() == before
+    assert len(before["states"]) == 2
 
 
 def test_unknown_states_paths_and_methods(fleet: Fleet) -> None:
