@@ -69,7 +69,10 @@ def build(args: AppArgs) -> Application:
     leaving = Leaving(args.handover, args.graceful_shutdown_timeout_s)
     bound = engine.bind(args.engine_options(gpus), args.names_by_key, leaving)
     limits = HttpLimits(
-        args.max_body_bytes, args.engine.max_decoded_bytes, args.engine.max_timeout_s
+        args.max_body_bytes,
+        args.engine.max_decoded_bytes,
+        args.engine.max_timeout_s,
+        args.engine.max_questions,
     )
     app: Application = gateway.bind(
         bound,

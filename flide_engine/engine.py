@@ -238,7 +238,9 @@ class Engine(StateOperations):
     def _render(self, request: DecisionRequest | dict[str, Any] | bytes, asked: Submission) -> None:
         try:
             if not asked.future.cancelled():
-                rendered = self._prepare(parse_request(request, self.config.max_decoded_bytes))
+                config = self.config
+                asked_for = parse_request(request, config.max_decoded_bytes, config.max_questions)
+                rendered = self._prepare(asked_for)
                 keys = grain_keys(rendered.prompts[0][: rendered.state_tokens])
                 work = RequestWork.of(asked, rendered, keys)
                 work.loaded = self._fetch(work)

@@ -26,6 +26,9 @@ PATH = "/v1/states"
 LISTED, MOST_LISTED = 100, 1000
 """States of one page, and how many may be asked for."""
 
+MOST_BODY = 16 << 10
+"""Bytes of a body: a name of 256 characters and a number, however they are escaped."""
+
 ACTIONS: tuple[Operation, ...] = ("pin", "unpin", "snapshot", "rollback", "branch")
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -75,7 +78,7 @@ class StateRoutes:
     """The routes over a `Keeper`."""
 
     def __init__(self, keeper: Keeper, max_body_bytes: int) -> None:
-        self._keeper, self._limit = keeper, max_body_bytes
+        self._keeper, self._limit = keeper, min(max_body_bytes, MOST_BODY)
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, tenant: str) -> Answer:
         """(status, body, further headers). Raises a FlideError."""
@@ -178,10 +181,12 @@ async def _json(scope: dict[str, Any], receive: Receive, limit: int) -> Any:
     """The body. Raises InvalidRequest if it is no JSON."""
     headers = dict(scope["headers"])
     length = headers.get(b"content-length", b"")
-    body = await read_body(receive, int(length) if length.isdigit() else None, limit)
+    declared = int(length) if length.isdigit() else None
+    option = "of an operation on a state"
+    body = await read_body(receive, declared, limit, option)
     encoding = headers.get(b"content-encoding", b"").decode("latin-1")
     try:
-        return orjson.loads(decode_body(body, encoding, limit))
+        return orjson.loads(decode_body(body, encoding, limit, option))
     except orjson.JSONDecodeError as error:
         raise InvalidRequest((Fault(("body", error.pos), error.msg, "json_invalid"),)) from None
 

@@ -62,7 +62,10 @@ class LocalApp:
         self.keys = Keys(args.key_hashes)
         self.keys.load(args.api_keys)
         limits = HttpLimits(
-            args.max_body_bytes, args.engine.max_decoded_bytes, args.engine.max_timeout_s
+            args.max_body_bytes,
+            args.engine.max_decoded_bytes,
+            args.engine.max_timeout_s,
+            args.engine.max_questions,
         )
         self.http = HttpApp(ByHandle(handle, engine), limits, self.keys, charges)
 
@@ -105,7 +108,7 @@ def local_app(charges: Charges | None = None, **options: Any) -> Iterator[LocalA
 
 @contextmanager
 def library_log_kept() -> Iterator[None]:
-    """A replica joins the library's log to Serve's for good; this process goes on to other tests."""
+    """A replica joins the library's log to Serve's for good; this process has more tests."""
     logger = logging.getLogger("flide_engine")
     handlers, propagate, level = list(logger.handlers), logger.propagate, logger.level
     try:

@@ -13,12 +13,13 @@ from flide_engine import DecisionRequest, DecisionResponse
 from flide_engine.cache.names import MOST_BRANCHES
 from flide_engine.config import EngineConfig
 from flide_engine.engine import Engine
-from flide_engine.errors import InvalidRequest, RequestError
+from flide_engine.errors import MOST_FAULTS, InvalidRequest, RequestError
 from router.auth import Keys, key_hash
 from router.http_app import HttpApp
 from router.options import CallOptions, HttpLimits
 from router.routing_key import Openings, anchor_text, route_key
 from router.states import StateCall, Told
+from router.states_http import MOST_BODY
 
 KEYS = {"A": key_hash("key-a"), "B": key_hash("key-b")}
 NOUL = {"type": "noul", "instructions": "Is it so?"}
@@ -347,5 +348,9 @@ def test_unknown_states_paths_and_methods(fleet: Fleet) -> None:
     one_more = fleet.http("POST", "/v1/states/run/branch", json={"name": "one more"})
     assert one_more.status_code == 409
     assert one_more.json()["detail"]["error_type"] == "api_usage_error"
-    large = fleet.http("POST", "/v1/states/run/rollback", content=b" " * (1 << 21))
-    assert large.status_code == 413
+    for size in (1 << 21, MOST_BODY + 1):
+        large = fleet.http("POST", "/v1/states/run/rollback", content=b" " * size)
+        assert large.status_code == 413
+    many = {"tokens": 64, **{str(i): i for i in range(1000)}}
+    told = fleet.http("POST", "/v1/states/run/rollback", json=many).json()["detail"]
+    assert len(told) == MOST_FAULTS + 1
