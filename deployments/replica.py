@@ -20,7 +20,7 @@ from deployments.siblings import Siblings
 from deployments.state_calls import bring_home, perform
 from flide_engine.api import DecisionRequest, DecisionResponse
 from flide_engine.config import EngineConfig
-from flide_engine.errors import FlideError, NotReady
+from flide_engine.errors import EngineStopped, FlideError, NotReady
 from router.asking import plain_error
 from router.fingerprint import Fingerprint
 from router.policy import Load
@@ -105,20 +105,24 @@ class EngineReplica:
         anchor: object = None,
         home: str = "",
         suspect: str = "",
+        retry: bool = False,
         reason: str = "",
     ) -> tuple[bytes, str, tuple[float, ...]]:
         """As `decide`, for callers with this package: (the response's JSON, this replica's id, its
         load).
 
         request: also the bytes of its JSON. suspect: what the request is called if a replica has
-        died under it (`router.suspects`); it shares no round then.
+        died under it (`router.suspects`); it shares no round then. retry: it was asked before.
+        An EngineStopped that it raises names this replica.
         """
         how = {"tenant": tenant, "name": session_id, "timeout": timeout_s, "batch": batch}
-        self._metrics.routed(reason, retry=bool(suspect))
+        self._metrics.routed(reason, retry)
+        how["alone"] = bool(suspect)
         async with self._turns.of(suspect):
-            answers = await self._decide(
-                request, {**how, "alone": bool(suspect)}, (route, anchor, home)
-            )
+            try:
+                answers = await self._decide(request, how, (route, anchor, home))
+            except EngineStopped as error:
+                raise EngineStopped(error.cause, error.running, self._id) from None
         return answers.model_dump_json().encode(), self._id, tuple(self._load())
 
     async def _decide(

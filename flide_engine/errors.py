@@ -242,14 +242,15 @@ class NotReady(UnavailableError):
 
 
 class EngineStopped(UnavailableError):
-    """The engine ended while it had the request: another one may answer it.
+    """The engine ended while it had the request, or before: another one may answer it.
 
-    running: whether the request was in the round that it ended with, or only waited.
+    running: whether the request was in the round that it ended with, or only waited. replica: the
+    id of the one whose engine it was, "" where that is not known.
     """
 
-    def __init__(self, cause: str, running: bool = True) -> None:
-        super().__init__(cause, running)
-        self.cause, self.running = cause, running
+    def __init__(self, cause: str, running: bool = True, replica: str = "") -> None:
+        super().__init__(cause, running, replica)
+        self.cause, self.running, self.replica = cause, running, replica
 
     def __str__(self) -> str:
         return f"the engine stopped: {self.cause}"

@@ -70,7 +70,7 @@ class RoundLoop:
         self._runner, self._scheduler, self._checkpoints = runner, scheduler, checkpoints
         self._round_tokens, self._clock, self._done = round_tokens, clock, done
         self._changed = threading.Condition()
-        self._closed = False
+        self._closed, self._fault = False, ""  # the fault that ended it, if one did
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._under_way: Round | None = None
         self._watchdog_s = watchdog_s
@@ -104,25 +104,35 @@ class RoundLoop:
             return self._scheduler.load(self._clock())
 
     def add(self, work: RequestWork, batch: bool = False) -> None:
-        """Queues work. Raises NotReady once closed, Overloaded if too much waits.
+        """Queues work. Raises NotReady once closed, EngineStopped after a fault, Overloaded if too
+        much waits.
 
         batch: it may wait for rounds with room to spare.
         """
         with self._changed:
             if self._closed:
-                raise NotReady("the engine is closed")
+                raise self._refusal()
             self._scheduler.add(work, self._clock(), batch)
             self._changed.notify_all()
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Runs a function on the loop's thread, between two rounds, and returns its result."""
+        """Runs a function on the loop's thread, between two rounds, and returns its result.
+
+        Raises NotReady once closed, EngineStopped after a fault.
+        """
         future: Future[Any] = Future()
         with self._changed:
             if self._closed:
-                raise NotReady("the engine is closed")
+                raise self._refusal()
             self._calls.append((function, future))
             self._changed.notify_all()
         return future.result()
+
+    def _refusal(self) -> FlideError:
+        """The error of who comes too late: after a fault another engine may answer it."""
+        if self._fault:
+            return EngineStopped(self._fault, running=False)
+        return NotReady("the engine is closed")
 
     def accounting(self) -> Accounting:
         """Bytes of the pool held and in all."""
@@ -138,7 +148,7 @@ class RoundLoop:
     def _run(self) -> None:
         taken: list[RequestWork] = []
         error: BaseException = NotReady("the engine is closed")
-        waits = error
+        waits, cause = error, ""
         try:
             self._serve(taken)
         except BaseException as fault:
@@ -146,7 +156,7 @@ class RoundLoop:
             cause = f"{type(fault).__name__}: {fault}"
             error, waits = EngineStopped(cause), EngineStopped(cause, running=False)
         with self._changed:
-            self._closed = True
+            self._closed, self._fault = True, cause
             waiting, calls = self._scheduler.drain(), self._calls
         for works, told in ((taken, error), (waiting, waits)):
             for work in works:

@@ -44,8 +44,8 @@ class Call:
     """One decision, asked again if a replica dies under it, within its time.
 
     Decisions change nothing, so asking twice is safe. After the first death it is a suspect: asked
-    alone, until it is answered, or a replica dies while it runs there. Raises InvalidRequest for a
-    request that is no JSON, or a bad session id.
+    alone, until it is answered, or a replica dies while it runs there; unless it is known to have
+    only waited. Raises InvalidRequest for a request that is no JSON, or a bad session id.
     """
 
     TRIES = 6
@@ -73,6 +73,7 @@ class Call:
             "batch": options.batch,
         }
         self._handle, self._request = handle, request
+        self._known = shared(handle.app_name, handle.deployment_name)
         self._failures, self._suspect = 0, ""
         self._seconds = options.timeout_s
         self._until = None if self._seconds is None else time.monotonic() + self._seconds
@@ -84,14 +85,17 @@ class Call:
 
     def send(self) -> DeploymentResponse:
         """A try."""
-        more = {**self._more, "suspect": self._suspect} if self._suspect else self._more
+        more = dict(self._more)
+        if self._failures:
+            more["retry"] = True
+        if self._suspect:
+            more["suspect"] = self._suspect
         return self._handle.decide_with_load.remote(self._body, timeout_s=self.left_s, **more)
 
     def answer(self, told: tuple[bytes, str, tuple[float, ...]]) -> DecisionResponse:
         """The answers of what a replica returned; its load is noted for this process's routers."""
         answers, replica, load = told
-        known = shared(self._handle.app_name, self._handle.deployment_name)
-        known.board.answered(replica, load, time.monotonic())
+        self._known.board.answered(replica, load, time.monotonic())
         return DecisionResponse.model_validate_json(answers)
 
     def failed(self, error: Exception) -> None:
@@ -103,13 +107,16 @@ class Call:
             raise ours from None
         self._failures += 1
         log.warning("a replica died under the request: %s", ours)
+        if isinstance(ours, EngineStopped) and ours.replica:
+            self._known.stopped.add(ours.replica)  # or the next try would go there again
         if self._suspect and self._is_to_blame(ours):
             log.error("so did another, and it is to blame; it is refused from now on")
             raise _quarantine.put(self._request) from None
         if self._failures == self.TRIES:
             cause = f"{self.TRIES} replicas could not answer, the last one: {ours}"
             raise EngineStopped(cause) from None
-        self._suspect = self._suspect or uuid.uuid4().hex
+        if not isinstance(ours, EngineStopped) or ours.running:
+            self._suspect = self._suspect or uuid.uuid4().hex
 
     def _is_to_blame(self, error: Exception) -> bool:
         """Whether a replica has died while this ran there, and no other suspect."""

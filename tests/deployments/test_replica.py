@@ -18,7 +18,7 @@ from deployments.replica import EngineReplica
 from flide_engine import DecisionRequest, DecisionResponse, Noul, Usage
 from flide_engine.cache.pool import Accounting
 from flide_engine.checkpoints import Counters
-from flide_engine.errors import InvalidRequest, NotReady, Overloaded
+from flide_engine.errors import EngineStopped, InvalidRequest, NotReady, Overloaded
 from router import fingerprint
 from router.policy import Load, Stats, decode
 from router.routing_key import anchor_key, route_key
@@ -206,6 +206,14 @@ def test_a_replica_leaves_once_whatever_becomes_of_its_checkpoints(
     asyncio.run(go())
     assert seen == [(Leaving(), True)]
     assert engine_of(replica).closed
+
+
+def test_an_engine_that_stopped_names_its_replica(replica: EngineReplica) -> None:
+    """So that the next try goes elsewhere."""
+    engine_of(replica).fails = EngineStopped("CUDA error", running=False)
+    with pytest.raises(EngineStopped, match="CUDA error") as told:
+        asyncio.run(replica.decide_with_load(PLAIN))
+    assert (told.value.replica, told.value.running) == ("me", False)
 
 
 def test_a_replica_whose_engine_stopped_takes_nothing_new(replica: EngineReplica) -> None:

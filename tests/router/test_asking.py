@@ -31,7 +31,7 @@ REQUEST: dict[str, Any] = {"state": "s", "questions": {}}
 GOOD = DecisionResponse(model="m", usage=Usage(input_tokens=1, output_tokens=0), answers={})
 DIED, AWAY = ActorDiedError(), ActorUnavailableError("unreachable", None)
 STOPPED = RayTaskError("decide", "", EngineStopped("CUDA error"))
-WAITED = RayTaskError("decide", "", EngineStopped("CUDA error", running=False))
+WAITED = RayTaskError("decide", "", EngineStopped("CUDA error", running=False, replica="broken"))
 
 
 class Response:
@@ -136,7 +136,8 @@ def test_a_death_costs_one_retry(way: str, death: Exception, blamed: list[str]) 
     (first, again) = (kwargs for _, kwargs in handle.calls)
     assert "suspect" not in first
     assert 0 < again["timeout_s"] <= first["timeout_s"]
-    assert again == {**first, "timeout_s": again["timeout_s"], "suspect": again["suspect"]}
+    more = {"timeout_s": again["timeout_s"], "suspect": again["suspect"], "retry": True}
+    assert again == {**first, **more}
     assert len(again["suspect"]) == 32
 
 
@@ -157,14 +158,30 @@ def test_who_ran_where_a_second_replica_died_is_refused(
 def test_who_did_not_run_there_is_not_to_blame(
     way: str, death: Exception, blamed: list[str]
 ) -> None:
-    """It is asked again, by the same name, until it is answered; but not for ever."""
+    """It is asked again, by the same name, until it is answered; but not for ever.
+
+    One that is known to have waited is no suspect, and shares rounds as before.
+    """
     handle = Handle(*[death] * 5, GOOD)
     assert asked(handle, way) == GOOD
-    assert len({kwargs["suspect"] for _, kwargs in handle.calls[1:]}) == 1
+    (name,) = {kwargs.get("suspect", "") for _, kwargs in handle.calls[1:]}
+    assert bool(name) == (death is not WAITED)
+    assert [bool(kwargs.get("retry")) for _, kwargs in handle.calls] == [False, *[True] * 5]
     handle = Handle(*[death] * 6, GOOD)
     with pytest.raises(EngineStopped, match="6 replicas could not answer"):
         asked(handle, way)
     assert asked(Handle(GOOD), way) == GOOD
+
+
+@both
+def test_a_replica_whose_engine_stopped_is_told_to_the_routers(way: str) -> None:
+    """By its name, before the next try."""
+    boards._shared.clear()
+    known = boards.shared("app", "Engine")
+    assert asked(Handle(WAITED, GOOD), way) == GOOD
+    assert known.stopped == {"broken"}
+    assert asked(Handle(STOPPED, GOOD), way) == GOOD
+    assert known.stopped == {"broken"}
 
 
 @both
