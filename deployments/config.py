@@ -41,8 +41,8 @@ class AppArgs(BaseModel):
     agents_per_replica: int = Field(
         32,
         gt=0,
-        description="Agents (states asked about within a minute) that one engine replica is meant"
-        " for.",
+        description="Agents (states asked about again within a minute) that one engine replica is"
+        " meant for.",
     )
     handover: HandOver = Field(
         "auto",

@@ -11,7 +11,6 @@ from ray.serve.config import RequestRouterConfig
 
 from deployments.app import build
 from deployments.config import AppArgs
-from deployments.demand import Demand
 from deployments.drain import Leaving
 from deployments.metrics import MOST_TENANTS, ReplicaMetrics
 from deployments.replica import EngineReplica
@@ -305,28 +304,12 @@ def test_the_router_is_on_unless_turned_off() -> None:
 
 
 def test_what_the_autoscaler_is_told(replica: EngineReplica) -> None:
-    """Numbers by name, as Serve takes them; a state asked about is an agent."""
+    """Numbers by name, as Serve takes them; a state asked about again is an agent."""
     key = tuple(route_key({"state": "s"}))
-    asyncio.run(replica.decide(TYPED, route=key, anchor=7, home="me"))
+    for anchor in (7, 8, 7):
+        asyncio.run(replica.decide(TYPED, route=key, anchor=anchor, home="me"))
     told = asyncio.run(replica.record_autoscaling_stats())
     assert set(told) == {"busy", "wait_ms", "agents", "refused"}
     assert all(isinstance(value, float) for value in told.values())
     assert told["agents"] == 1.0
     assert told["wait_ms"] == 4.0
-
-
-def test_demand_is_of_the_last_period() -> None:
-    """Busy time and refusals since the last telling; agents for a minute."""
-    now = 0.0
-    demand = Demand(clock=lambda: now)
-    demand.asked(1)
-    now = 10.0
-    assert demand.told(5.0, 0.0, 0.0, 100.0)["busy"] == 0.5
-    demand.asked(2)
-    now = 20.0
-    told = demand.told(15.0, 1.0, 1_000_000.0, 100.0)
-    assert told == {"busy": 1.0, "wait_ms": 1.0, "agents": 2.0, "refused": 1.0}
-    now = 65.0
-    assert demand.told(15.0, 1.0, 1_000_000.0, 100.0) == {
-        "busy": 0.0, "wait_ms": 1.0, "agents": 1.0, "refused": 0.0,
-    }  # fmt: skip
