@@ -3,6 +3,7 @@
 Puts the index, the pool's counts and the mark policy together. Only the engine's thread uses it.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from flide_engine.errors import PoolExhausted
 from flide_engine.layout.plan import Anchor, Ints
 from flide_engine.tiers import Tiers
 from flide_engine.work import RequestWork, Resume
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -57,6 +60,7 @@ class Checkpoints:
         self._pool, self._policy, self._keep, self._clock = pool, policy, keep, clock
         self._tiers = tiers
         self._to_copy: deque[Checkpoint] = deque()
+        self._leaving: list[tuple[Checkpoint, Freed]] = []  # forgotten, and in use
         self.index = PrefixIndex(pool.slot_units)
         self._seen = Seen()
         self.version = 0
@@ -68,6 +72,9 @@ class Checkpoints:
             return
         self.release(work)
         rendered = work.rendered
+        if work.suspect is not None:
+            work.plan(None, (), limit, self.version)
+            return
         # a branch keeps at least one token, so the checkpoint ends before the shortest prompt does
         longest = min(len(p) for p in rendered.prompts[: rendered.state_prompts]) - 1
         limit_here = min(rendered.state_tokens, longest)
@@ -92,15 +99,31 @@ class Checkpoints:
         if work.resume is not None:
             work.resume.checkpoint.locks -= 1
             work.resume = None
+            self._let_go()
+
+    def give_up_plan(self, work: RequestWork) -> None:
+        """Work that has not begun is planned again when its turn comes."""
+        self.release(work)
+        work.seen = -1
+
+    def await_arrival(self, work: RequestWork) -> None:
+        """Has the next round, and with it every later one, wait for the checkpoint that work starts
+        from.
+        """
+        if work.resume is not None and work.at == 0:
+            checkpoint = work.resume.checkpoint
+            if checkpoint.coming is not None:
+                checkpoint.coming.join()
+                checkpoint.coming = None
 
     def began(self, work: RequestWork) -> None:
-        """Work is about to run its first step: its checkpoint has been of use."""
+        """Work has begun its first step: its checkpoint has been of use."""
+        if work.suspect is not None:
+            work.reused = 0
+            return
         self.counters.asked += work.rendered.input_tokens
         if work.resume is not None:
             checkpoint = work.resume.checkpoint
-            if checkpoint.coming is not None:
-                checkpoint.coming.join()  # and with this round every later one
-                checkpoint.coming = None
             checkpoint.hits += 1
             checkpoint.used = self._clock()
             if work.rendered.state_tokens - checkpoint.position < GRAIN:
@@ -113,8 +136,11 @@ class Checkpoints:
         )
 
     def keep(self, work: RequestWork, anchor: Anchor) -> None:
-        """Remembers a checkpoint of work's state; the anchor itself stays the caller's to drop."""
-        if not self._keep or anchor.position > work.rendered.state_tokens:
+        """Remembers a checkpoint of work's state; the anchor itself stays the caller's to drop.
+
+        Nothing of work that is done again: its pages would be joined to those of its suspect.
+        """
+        if not self._keep or work.suspect or anchor.position > work.rendered.state_tokens:
             return
         self._seen.add(work.tenant, work.keys[: anchor.position // GRAIN])
         text = work.rendered.prompts[0]
@@ -127,19 +153,48 @@ class Checkpoints:
             work.kept.append(checkpoint)
             if self._tiers is not None:
                 checkpoint.coming = self._tiers.last_arrival()  # it may share pages with one
-                self._to_copy.append(checkpoint)
             self._pool.slots.retain(np.array([anchor.slot], np.int32))
             self.version += 1
 
-    def disown(self, work: RequestWork) -> None:
-        """Forgets what work left, unless another request is using it: its values were not finite.
-
-        What another uses is the same computation, and fails there too.
+    def trust(self, work: RequestWork) -> None:
+        """What work left since it was asked last came with values that are finite: it may leave the
+        device. If it was done again without its checkpoint, that one is forgotten.
         """
-        for checkpoint in work.kept:
-            if not checkpoint.locks and checkpoint in self.index:
-                self.free(self.index.remove(checkpoint))
+        if self._tiers is not None:
+            self._to_copy.extend(work.kept)
         work.kept.clear()
+        if work.suspect is not None and work.at == len(work.steps) - 1:
+            log.error(
+                "a checkpoint of %d tokens gave values that are not finite, and is forgotten",
+                work.suspect.position,
+            )
+            self._forget(work.suspect)
+
+    def disown(self, work: RequestWork) -> None:
+        """Forgets what work left: its values were not finite."""
+        for checkpoint in work.kept:
+            self._forget(checkpoint)
+        work.kept.clear()
+
+    def distrust(self, work: RequestWork) -> None:
+        """Work is to be done again, from the beginning: its checkpoint may be at fault."""
+        assert work.resume is not None
+        suspect = work.resume.checkpoint
+        self.release(work)
+        work.begin_again(suspect)
+
+    def _forget(self, checkpoint: Checkpoint) -> None:
+        """Nobody resumes from it any more; its memory is free once nobody uses it."""
+        if checkpoint in self.index:
+            self._leaving.append((checkpoint, self.index.detach(checkpoint)))
+            self.version += 1
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for checkpoint, freed in self._leaving:
+            if not checkpoint.locks:
+                self.free(freed)
+        self._leaving = [left for left in self._leaving if left[0].locks]
 
     def make_room(self, error: PoolExhausted) -> bool:
         """Evicts until what a round lacked is free. False if not enough can be."""
@@ -161,6 +216,7 @@ class Checkpoints:
         if self._tiers is None:
             return
         self._tiers.settle()
+        self._let_go()
         size = self._pool.shape.slot_bytes(self._pool.dtype.itemsize)
         while self._to_copy and most > 0:
             checkpoint = self._to_copy.popleft()

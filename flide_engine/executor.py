@@ -37,6 +37,10 @@ class Executor(Protocol):
         """Begins a round. Raises RoundTooLarge if it can never be run."""
         ...
 
+    def check(self) -> None:
+        """Raises what the device does once it has failed for good; it has done all it was given."""
+        ...
+
 
 class Done:
     """A round that has been run."""
@@ -69,6 +73,11 @@ class Eager:
         logits = self._model.label_logits(hidden, reads, rows)
         vectors = hidden.float().cpu().numpy() if asked.vectors else None
         return Done(len(plan.tokens), logits.cpu().numpy(), vectors)
+
+    def check(self) -> None:
+        """See Executor."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 def to_device(plan: RoundPlan, device: torch.device) -> StreamTensors:

@@ -38,15 +38,14 @@ class Replay:
     def __init__(
         self, rows: int, done: torch.cuda.Event, logits: Floats, hidden: Tensor | None
     ) -> None:
-        """logits: where they will be, on the host, once `done`."""
+        """logits, hidden: where they will be, on the host, once `done`."""
         self.rows, self._done, self._logits, self._hidden = rows, done, logits, hidden
         done.record()
 
     def wait(self) -> tuple[Floats, Floats | None]:
         """See Pending."""
         self._done.synchronize()
-        hidden = None if self._hidden is None else self._hidden.cpu().numpy()
-        return self._logits.copy(), hidden
+        return self._logits.copy(), None if self._hidden is None else self._hidden.numpy()
 
 
 class Landing:
@@ -103,8 +102,10 @@ class Bucket:
         landing = self._landings[0]
         logits = landing.bring(len(asked.reads))
         hidden = None
-        if asked.vectors:  # a copy in any case: the next replay writes where these are
-            hidden = self.hidden[: len(plan.read_rows)].to(torch.float32, copy=True)
+        if asked.vectors:  # before the next replay, which writes where these are
+            found = self.hidden[: len(plan.read_rows)]
+            hidden = torch.empty(found.shape, dtype=torch.float32, pin_memory=True)
+            hidden.copy_(found, non_blocking=True)
         return Replay(self.tables.capacity.rows, landing.done, logits, hidden)
 
 
@@ -179,6 +180,10 @@ class Graphs:
             largest = self.buckets[-1].tables.capacity
             raise RoundTooLarge(plan.num_rows, plan.num_nodes, largest.rows, largest.nodes)
         return bucket.replay(plan, asked)
+
+    def check(self) -> None:
+        """See Executor."""
+        torch.cuda.synchronize()
 
 
 def executor_for(

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from flide_engine.admission import Load
@@ -25,7 +24,7 @@ from flide_engine.errors import (
 from flide_engine.layout.plan import Anchor
 from flide_engine.layout.stream import Job
 from flide_engine.readout import Asked, check_finite
-from flide_engine.rounds import Piece, Place, build_round
+from flide_engine.rounds import Piece, Place, Round, build_round
 from flide_engine.runner import Runner, Started
 from flide_engine.scheduler import Scheduler
 from flide_engine.work import RequestWork
@@ -34,18 +33,6 @@ log = logging.getLogger(__name__)
 
 COPY_BYTES = 64 << 20
 """Bytes of checkpoints whose copy off the device is begun after each round."""
-
-
-@dataclass(frozen=True)
-class Round:
-    """Work whose round is under way, and where its results will be."""
-
-    works: list[RequestWork]
-    pieces: list[Piece]
-    places: list[Place]
-    started: Started
-    tokens: int
-    began: float
 
 
 class RoundLoop:
@@ -70,9 +57,11 @@ class RoundLoop:
         self._runner, self._scheduler, self._checkpoints = runner, scheduler, checkpoints
         self._round_tokens, self._clock, self._done = round_tokens, clock, done
         self._changed = threading.Condition()
-        self._closed, self._fault = False, ""  # the fault that ended it, if one did
+        self._closed = False
+        self._late: FlideError = NotReady("the engine is closed")  # for who comes then
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._under_way: Round | None = None
+        self._taken: list[RequestWork] = []  # of the rounds at hand
         self._watchdog_s = watchdog_s
         self._busy_since: float | None = None
         self._counted_to = 0.0
@@ -111,28 +100,19 @@ class RoundLoop:
         """
         with self._changed:
             if self._closed:
-                raise self._refusal()
+                raise self._late.with_traceback(None)
             self._scheduler.add(work, self._clock(), batch)
             self._changed.notify_all()
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Runs a function on the loop's thread, between two rounds, and returns its result.
-
-        Raises NotReady once closed, EngineStopped after a fault.
-        """
+        """What a function returns on the loop's thread, between two rounds. Raises as `add` does."""
         future: Future[Any] = Future()
         with self._changed:
             if self._closed:
-                raise self._refusal()
+                raise self._late.with_traceback(None)
             self._calls.append((function, future))
             self._changed.notify_all()
         return future.result()
-
-    def _refusal(self) -> FlideError:
-        """The error of who comes too late: after a fault another engine may answer it."""
-        if self._fault:
-            return EngineStopped(self._fault, running=False)
-        return NotReady("the engine is closed")
 
     def accounting(self) -> Accounting:
         """Bytes of the pool held and in all."""
@@ -146,32 +126,30 @@ class RoundLoop:
         self._thread.join()
 
     def _run(self) -> None:
-        taken: list[RequestWork] = []
-        error: BaseException = NotReady("the engine is closed")
-        waits, cause = error, ""
+        error = waits = self._late
         try:
-            self._serve(taken)
+            self._serve()
         except BaseException as fault:
             log.exception("the engine's thread stops")
             cause = f"{type(fault).__name__}: {fault}"
             error, waits = EngineStopped(cause), EngineStopped(cause, running=False)
         with self._changed:
-            self._closed, self._fault = True, cause
+            self._closed, self._late = True, waits
             waiting, calls = self._scheduler.drain(), self._calls
-        for works, told in ((taken, error), (waiting, waits)):
+        for works, told in ((self._taken, error), (waiting, waits)):
             for work in works:
                 if not work.future.done():
                     fail(work.future, told)
         for _, future in calls:
             future.set_exception(error)
 
-    def _serve(self, taken: list[RequestWork]) -> None:
-        """Runs rounds until closed; `taken` is the work of the rounds at hand.
+    def _serve(self) -> None:
+        """Runs rounds until closed.
 
         Where the executor runs ahead, a round is begun before the one before it is collected.
         """
         while True:
-            taken[:] = self._under_way.works if self._under_way else []
+            self._taken[:] = self._under_way.works if self._under_way else []
             with self._changed:
                 while not (self._scheduler or self._calls or self._closed or self._under_way):
                     if self._checkpoints.has_copies_to_make:
@@ -179,21 +157,17 @@ class RoundLoop:
                     self._changed.wait()
                 if self._closed and not self._under_way:
                     return
-            self._turn(taken)  # on its own, as a thread that waits must hold no request
+            self._turn()  # on its own, as a thread that waits must hold no request
 
-    def _turn(self, taken: list[RequestWork]) -> None:
+    def _turn(self) -> None:
         """One round, and what is to be done between two."""
         with self._changed:
-            calls, self._calls = self._calls, []
             works, gone = self._next_works()
-        taken += works
+        self._taken += works
         for work in gone:
             self._end(work, DeadlineExceeded(work.timeout or 0.0))
         self._busy_since = self._clock() if works or self._under_way else None
         works = self._without_company(self._planned(works))
-        for work in works:
-            if work.at == 0:
-                self._checkpoints.began(work)
         begun = self._begin(works) if works else None
         self._collect_under_way()
         self._under_way = begun
@@ -201,7 +175,9 @@ class RoundLoop:
             self._collect_under_way()
         self._busy_since = None
         self._checkpoints.copy_some(COPY_BYTES)
-        for function, future in calls:
+        for _ in range(len(self._calls)):
+            with self._changed:  # one by one: those that are left when the thread ends are told
+                function, future = self._calls.pop(0)
             try:
                 future.set_result(function())
             except BaseException as error:
@@ -250,6 +226,7 @@ class RoundLoop:
         began = self._clock()
         for work in works:
             work.passed("queue", began)
+            self._checkpoints.await_arrival(work)
         pieces = [Piece(work, i) for work in works for i in work.steps[work.at]]
         try:
             jobs, places = build_round(pieces)
@@ -259,6 +236,7 @@ class RoundLoop:
         except (PoolExhausted, RoundTooLarge) as error:
             return self._begin_fewer(works, error)
         except Exception as error:
+            self._runner.executor.check()
             if len(works) == 1:
                 works[0].log(log.exception, "the request's round failed")
                 self._end(works[0], RoundFailed(f"{type(error).__name__}: {error}"))
@@ -274,6 +252,8 @@ class RoundLoop:
         stage = "pack" if self._runner.executor.runs_ahead else "device"
         for work in works:
             work.passed(stage, launched)
+            if work.at == 0:
+                self._checkpoints.began(work)
         tokens = sum(job.forest.num_tokens for job in jobs)
         self._checkpoints.counters.computed += tokens
         self._checkpoints.counters.padding += started.pending.rows - tokens
@@ -297,24 +277,48 @@ class RoundLoop:
     def _begin_fewer(
         self, works: list[RequestWork], error: PoolExhausted | RoundTooLarge
     ) -> Round | None:
-        """A round did not fit: half of it waits; a lone request is cut finer, or fails."""
+        """A round did not fit: half of it waits; a lone request is cut finer, or waits until
+        others have let go of memory, or fails.
+        """
         if len(works) > 1:
             half = (len(works) + 1) // 2
             with self._changed:
                 self._scheduler.put_back(works[half:], front=True)
             return self._begin(works[:half])
-        work = works[0]
-        if isinstance(error, RoundTooLarge) and work.cut_finer():
+        (work,) = works
+        if isinstance(error, RoundTooLarge):
+            if work.cut_finer():
+                return self._begin(works)
+        elif self._under_way or self._gave_up_plans():
+            self._collect_under_way()
             return self._begin(works)
+        else:
+            with self._changed:
+                holder = self._scheduler.take_begun(self._clock())
+                if holder is not None:
+                    self._scheduler.put_back(works, front=True)
+            if holder is not None:
+                self._taken.append(holder)
+                return self._begin([holder])
         self._end(work, error)
         return None
+
+    def _gave_up_plans(self) -> bool:
+        """Unlocks the checkpoints that waiting requests meant to resume from. False if none was."""
+        with self._changed:
+            planned = [w for w in self._scheduler if w.resume is not None and not w.at]
+        for work in planned:
+            self._checkpoints.give_up_plan(work)
+        return bool(planned)
 
     def _keep(self, piece: Piece, place: Place, started: Started) -> None:
         """Remembers a piece's checkpoints: no later round runs before this one has made them."""
         work, replay = piece.work, piece.work.replays[piece.index]
+        of_state = replay.prompts[0] < work.rendered.state_prompts  # not of the texts of options
         for position, at in place.marks:
             anchor = started.checkpoints[place.job][at]
-            self._checkpoints.keep(work, anchor)
+            if of_state:
+                self._checkpoints.keep(work, anchor)
             if position == replay.stop:
                 self._runner.hold(anchor)
                 work.anchors[piece.index] = anchor
@@ -357,10 +361,16 @@ class RoundLoop:
         if fault is not None:
             work.log(log.error, "%s", fault)
             self._checkpoints.disown(work)
-            self._end(work, fault)
-            return
-        work.at += 1
-        self._drop(work.spent_anchors())
+            if work.resume is None:
+                self._end(work, fault)
+                return
+            # its own fault, or its checkpoint's: without one it tells
+            self._drop(list(work.anchors.values()))
+            self._checkpoints.distrust(work)
+        else:
+            self._checkpoints.trust(work)
+            work.at += 1
+            self._drop(work.spent_anchors())
         if not work.is_done:
             with self._changed:
                 self._scheduler.put_back([work])

@@ -11,6 +11,7 @@ from flide_engine.config import GRAIN
 from flide_engine.layout.plan import Mark
 from flide_engine.layout.stream import Job
 from flide_engine.layout.tree import Forest, build_forest
+from flide_engine.runner import Started
 from flide_engine.work import RequestWork
 
 
@@ -33,6 +34,18 @@ class Place:
     count: int
     job: int
     marks: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Round:
+    """Work whose round is under way, and where its results will be."""
+
+    works: list[RequestWork]
+    pieces: list[Piece]
+    places: list[Place]
+    started: Started
+    tokens: int
+    began: float
 
 
 def build_round(pieces: Sequence[Piece]) -> tuple[list[Job], list[Place]]:

@@ -133,6 +133,20 @@ class Scheduler(Generic[W]):
             tokens = work.waiting_tokens
             self._enter(replace(entry, tokens=tokens, running=0, ran=ran), queue, front)
 
+    def take_begun(self, now: float) -> W | None:
+        """The long request that holds checkpoints, out of the queue as if its turn had come; None
+        if it does not wait.
+        """
+        for queue in self._queues:
+            for entry in queue:
+                if entry.work is self._begun:
+                    queue.remove(entry)
+                    self._take(
+                        entry, queue, Packing[W](self._round_tokens, now, now, lambda _: None)
+                    )
+                    return entry.work
+        return None
+
     def finished(self, work: W) -> None:
         """Work that will not come back."""
         if self._begun is work:

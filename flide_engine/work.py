@@ -14,7 +14,7 @@ from flide_engine.cache.index import Checkpoint
 from flide_engine.config import GRAIN
 from flide_engine.errors import EngineError
 from flide_engine.families.base import Rendered
-from flide_engine.layout.buckets import Replay, cut_replays
+from flide_engine.layout.buckets import Replay, cut_replays, halved
 from flide_engine.layout.plan import Anchor
 
 
@@ -49,17 +49,19 @@ class Submission:
 class RequestWork:
     """One request. Only the engine's thread changes it once it is queued.
 
-    tenant: whose checkpoints it may use. name: what its state goes by, or "". route: the anchor it
-    was routed on, or "". keys: `grain_keys` of its first prompt. deadline: on the engine's clock;
-    timeout: the seconds it came from. resume: the checkpoint it starts from. marks: positions in
-    its state where checkpoints are wanted. replays: its pieces; steps: which of them go into one
-    round together, `at` the next one; empty until it is planned. anchors: checkpoints held between
-    pieces, by the piece that took them. values: by read. seen: version of the index it was planned
-    with, limit: tokens of a piece it was planned with. alone: it shares no round. raw: values are
-    wanted of it, not answers. fault: why it cannot be planned. loaded: a checkpoint of its state
-    that was found on disk, until it is planned. kept: checkpoints it left. reused: tokens that its
-    checkpoint saved. times: seconds by stage so far; since: when the present one began. context:
-    its caller's.
+    tenant: whose checkpoints it may use. name: what its state goes by, or "". route: the anchor
+    it was routed on, or "". keys: `grain_keys` of its first prompt. deadline: on the engine's
+    clock; timeout: the seconds it came from. resume: the checkpoint it starts from. marks:
+    positions in its state where checkpoints are wanted. replays: its pieces; steps: which of
+    them go into one round together, `at` the next one; empty until it is planned. anchors:
+    checkpoints held between pieces, by the piece that took them. values: by read. seen: version
+    of the index it was planned with, limit: tokens of a piece it was planned with. alone: it
+    shares no round. raw: values are wanted of it, not answers. fault: why it cannot be planned.
+    loaded: a checkpoint of its state that was found on disk, until it is planned. kept:
+    checkpoints left by its last step. reused: tokens that its checkpoint saved. suspect: a
+    checkpoint from which it had values that are not finite, so that it is done again without.
+    cut: limit and start that its pieces are made for. times: seconds by stage so far; since:
+    when the present one began. context: its caller's.
     """
 
     rendered: Rendered
@@ -87,6 +89,8 @@ class RequestWork:
     times: dict[str, float] = field(default_factory=dict)
     since: float = 0.0
     kept: list[Checkpoint] = field(default_factory=list)
+    suspect: Checkpoint | None = None
+    cut: tuple[int, int] | None = None
     context: Context = field(default_factory=copy_context, repr=False)
 
     def log(self, say: Callable[..., None], message: str, *args: object) -> None:
@@ -150,6 +154,9 @@ class RequestWork:
         prompts, count = self.rendered.prompts, self.rendered.state_prompts
         start = resume.anchor.position if resume else 0
         self.resume, self.marks, self.seen, self.limit = resume, tuple(marks), version, limit
+        if self.cut == (limit, start):
+            return
+        self.cut = limit, start
         self.replays = cut_replays(prompts[:count], limit, start)
         offset = len(self.replays)
         if count < len(prompts):
@@ -163,11 +170,27 @@ class RequestWork:
             ]
         self.steps = _steps(self.replays, limit)
 
+    def begin_again(self, suspect: Checkpoint) -> None:
+        """As if it had not begun, and is not to resume from anything; it holds no anchors."""
+        self.suspect, self.at, self.seen, self.cut = suspect, 0, -1, None
+        self.anchors.clear()
+        self.values.clear()
+
     def cut_finer(self) -> bool:
-        """Plans it again in pieces of half the size. False if it has begun, or cannot be cut."""
-        if self.at or self.limit < 4 * GRAIN:
-            return False
-        self.plan(self.resume, self.marks, self.limit // 2, self.seen)
+        """Cuts what it has yet to do into more, smaller pieces. False if that cannot be."""
+        if not self.at and self.limit >= 4 * GRAIN:
+            self.plan(self.resume, self.marks, self.limit // 2, self.seen)
+            return True
+        step = self.steps[self.at]
+        if len(step) == 1:
+            parts = halved(self.rendered.prompts, self.replays[step[0]])
+            if not parts:
+                return False
+            step = (len(self.replays), len(self.replays) + 1)
+            self.replays += parts
+        self.cut = None
+        half = len(step) // 2
+        self.steps[self.at : self.at + 1] = [step[:half], step[half:]]
         return True
 
     def anchor(self, piece: int) -> Anchor | None:

@@ -108,7 +108,7 @@ def local_app(charges: Charges | None = None, **options: Any) -> Iterator[LocalA
 
 @contextmanager
 def library_log_kept() -> Iterator[None]:
-    """A replica joins the library's log to Serve's for good; this process has more tests."""
+    """A replica joins the library's log to Serve's for good; other tests come after it here."""
     logger = logging.getLogger("flide_engine")
     handlers, propagate, level = list(logger.handlers), logger.propagate, logger.level
     try:

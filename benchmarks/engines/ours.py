@@ -97,7 +97,6 @@ class Ours(Agents):
         ]
         for work in waiting:
             self._checkpoints.plan(work, ROUND)
-            self._checkpoints.began(work)
         while waiting:
             taken: list[RequestWork] = []
             room = ROUND

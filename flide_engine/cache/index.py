@@ -194,6 +194,10 @@ class PrefixIndex:
     def remove(self, checkpoint: Checkpoint) -> Freed:
         """Takes a checkpoint out, and the pages that only it needed. It must not be locked."""
         assert checkpoint.locks == 0, "a checkpoint in use was removed"
+        return self.detach(checkpoint)
+
+    def detach(self, checkpoint: Checkpoint) -> Freed:
+        """As `remove`, also of one in use: what is freed is in use until its locks are gone."""
         at = checkpoint._grain
         assert at is not None
         del self._checkpoints[checkpoint.slot]

@@ -4,7 +4,7 @@ long.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flide_engine.config import GRAIN
 from flide_engine.layout.tree import Forest, Tokens, build_forest, common_prefix, group_by_token
@@ -83,6 +83,21 @@ def cut_replays(prompts: Sequence[Tokens], limit: int, start: int = 0) -> list[R
 
     cut(list(range(len(prompts))), start, -1)
     return pieces
+
+
+def halved(prompts: Sequence[Tokens], replay: Replay) -> list[Replay]:
+    """Two pieces that do what one does, each for half of its prompts; none if it cannot be divided:
+    it has but one prompt, or takes a checkpoint.
+    """
+    half = len(replay.prompts) // 2
+    if replay.stop is not None or not half:
+        return []
+    parts = []
+    for group in (replay.prompts[:half], replay.prompts[half:]):
+        forest = build_forest([prompts[i] for i in group], replay.start)
+        tokens = max(forest.num_tokens, ROWS_A_PROMPT * len(group))
+        parts.append(replace(replay, prompts=group, tokens=tokens, forest=forest))
+    return parts
 
 
 def _pack(

@@ -97,7 +97,7 @@ def test_ablations(ours: Ours) -> None:
         computed = ours.engine.counters().computed - before
         assert computed >= 2 * rows, mode  # warm-up repeats the first request
         assert computed % rows == 0, mode
-    assert made.closed("race_all", 2, 0.3, "no_fork")["rps"] > 0
+    assert made.closed("race_all", 2, 2.0, "no_fork")["rps"] > 0
     assert [ablations.rung(n) for n in (1, 2, 5, 26, 90, 420, 6200)] == [
         1, 2, 6, 32, 96, 512, 8192,
     ]  # fmt: skip

@@ -69,6 +69,7 @@ class Machine:
         """
         keys = work.keys
         self.checkpoints.plan(work, 10**6)
+        self.checkpoints.await_arrival(work)
         self.checkpoints.began(work)
         anchor = work.resume.anchor if work.resume else Anchor(0, -1, np.zeros(0, np.int32))
         for page, key in zip(self.pool.places(anchor.pages), keys, strict=False):
@@ -88,6 +89,7 @@ class Machine:
         self.checkpoints.keep(work, Anchor(64 * len(keys), slot, every))
         self.pool.pages.release(pages)
         self.pool.slots.release(slots)
+        self.checkpoints.trust(work)
         self.checkpoints.release(work)
         return anchor.position
 

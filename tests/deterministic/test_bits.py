@@ -82,6 +82,9 @@ class Interpreted:
         logits = self._model.label_logits(hidden, tables.label_reads, tables.label_rows)
         return Done(tables.capacity.rows, logits[: len(asked.reads)].clone().numpy(), None)
 
+    def check(self) -> None:
+        """See Executor."""
+
 
 def bits(kernels: Kernels) -> Bits:
     """A harness around a model with random weights."""

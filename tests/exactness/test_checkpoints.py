@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +247,20 @@ def test_states_by_name(engine: Engine) -> None:
     assert engine.forget("b", "other") == 0
     assert engine.forget("b", "t") > 0
     assert {info.name for info in engine.states("t")} == {"a"}
+
+
+def test_texts_of_options_are_no_beginning_of_a_state() -> None:
+    """Long options run in pieces, which leave nothing that a state could resume from."""
+    preamble = "Judged by the report as a whole, with every step of it weighed alike, the work is "
+    tails = [" ".join(LINES[3 * i : 3 * i + 3]) for i in range(10)]
+    levels = [preamble * 8 + tail for tail in tails]
+    score = {"type": "score", "criteria": levels}
+    state = "A report. " + "".join(LINES[:20])
+    limits = {"max_round_tokens": 512}
+    with closing(Engine(EngineConfig(**limits))) as made:
+        made.decide(ask(state, score))
+        asked = [ask("A report. " + "".join(LINES[:count]), NOUL) for count in (9, 11)]
+        got = [made.decide(request) for request in asked]
+    with closing(Engine(EngineConfig(keep_checkpoints=False))) as alone:
+        for request, answer in zip(asked, got, strict=True):
+            same(answer, alone.decide(request))
