@@ -244,9 +244,12 @@ class EngineReplica:
         }
 
     async def describe(self) -> dict[str, str]:
-        """Name, description and release date of the model, weights hash and versions."""
+        """Name, description and release date of the model, weights hash and versions. Raises
+        NotReady if nothing can be answered here.
+        """
         import torch
 
+        self._check_alive()
         card = self._engine.card
         return {
             "name": card.name,
@@ -254,7 +257,7 @@ class EngineReplica:
             "release_date": card.release_date,
             "weights_hash": self._engine.weights_hash,
             "fingerprint": self._fingerprint.text,
-            "device": "cuda" if torch.cuda.is_available() else "cpu",
+            "device": self._engine.device,
             "torch": torch.__version__,
             "version": version("flide-serve"),
         }
@@ -267,12 +270,15 @@ class EngineReplica:
         """Called by Serve; a replica whose engine thread has stopped is replaced, and one that
         promises its fleet's bits and has others.
         """
-        if not self._engine.is_alive():
-            raise NotReady("the engine's thread has stopped")
+        self._check_alive()
         if not self._fingerprint.strict or not self._id:
             return
         if reason := (await self._own_siblings()).against_me():
             raise NotReady(f"deterministic=True, and {reason}")
+
+    def _check_alive(self) -> None:
+        if not self._engine.is_alive():
+            raise NotReady("the engine's thread has stopped, or its round is stuck")
 
     async def _own_siblings(self) -> Siblings:
         if self._siblings is None:

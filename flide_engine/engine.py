@@ -97,6 +97,8 @@ class Engine(StateOperations):
         executor = executor_for(model, pool, kernels, device, config.max_round_tokens)
         self.fingerprint = ""
         """What answers carry as `x_fingerprint`."""
+        self.device = device.type
+        """"cpu" or "cuda"."""
         self.stack = f"{stack_of(device)}, {dtype}, {config.kernels} kernels"
         if before is not None and (after := Card.of(device)) is not None:
             memory.check_work(before, after)

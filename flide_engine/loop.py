@@ -105,7 +105,7 @@ class RoundLoop:
             self._changed.notify_all()
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """What a function returns on the loop's thread, between two rounds. Raises as `add` does."""
+        """What a function returns on the loop's thread between two rounds. Raises as `add` does."""
         future: Future[Any] = Future()
         with self._changed:
             if self._closed:

@@ -9,7 +9,11 @@ import uuid
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
-from ray.serve.exceptions import BackPressureError, RequestCancelledError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    RequestCancelledError,
+)
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from flide_engine.api import DecisionRequest, DecisionResponse
@@ -17,6 +21,7 @@ from flide_engine.errors import (
     DeadlineExceeded,
     EngineStopped,
     FlideError,
+    NotReady,
     Overloaded,
     RequestError,
 )
@@ -183,11 +188,15 @@ def ask_within(
 
 
 def own_error(error: BaseException) -> BaseException:
-    """The error of ours inside what a handle raises; Serve's refusal becomes Overloaded."""
+    """The error of ours inside what a handle raises; Serve's refusal becomes Overloaded, and a
+    deployment that could not be started is NotReady.
+    """
     if isinstance(error, RayTaskError) and isinstance(error.cause, FlideError):
         return error.cause
     if isinstance(error, BackPressureError):
         return Overloaded(0, "requests", 0, "max_queued_requests", 500)
+    if isinstance(error, DeploymentUnavailableError):
+        return NotReady("no engine replica could be started; the log of deployment Engine says why")
     return error
 
 

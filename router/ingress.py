@@ -124,7 +124,14 @@ class Gateway:
             response.cancel()
             raise NotReady("no engine replica is ready") from None
         except Exception as error:
-            raise own_error(error) from None
+            ours = own_error(error)
+            if not isinstance(ours, NotReady):
+                raise ours from None
+            # an engine that ended in one replica is not all there is
+            answers, _ = await ask_all(self._engine, "describe", seconds=READY_WITHIN_S)
+            if not answers:
+                raise ours from None
+            self._described = answers[0]
         assert self._described is not None
         return self._described
 

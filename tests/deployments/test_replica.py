@@ -31,7 +31,8 @@ class FakeEngine:
     """Answers at once, or as told."""
 
     def __init__(self, config: object) -> None:
-        self.card = SimpleNamespace(name="m")
+        self.card = SimpleNamespace(name="m", description="d", release_date="r")
+        self.device = "cpu"
         self.config, self.stack, self.fingerprint = config, "torch", ""
         self.submitted: list[dict[str, Any]] = []
         self.fails: Exception | None = None
@@ -220,6 +221,17 @@ def test_a_replica_whose_engine_stopped_takes_nothing_new(replica: EngineReplica
     assert not told_by(replica).draining
     engine_of(replica).closed = True
     assert told_by(replica).draining
+
+
+def test_a_replica_describes_itself_while_its_engine_lives(replica: EngineReplica) -> None:
+    """With the engine's own device, and not with one that happens to be there."""
+    engine = engine_of(replica)
+    engine.device = "cuda"
+    about = asyncio.run(replica.describe())
+    assert (about["device"], about["name"], about["weights_hash"]) == ("cuda", "m", "w")
+    engine.closed = True
+    with pytest.raises(NotReady, match="engine"):
+        asyncio.run(replica.describe())
 
 
 def test_a_replica_tells_what_it_computes_with(replica: EngineReplica) -> None:

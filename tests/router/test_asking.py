@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
-from ray.serve.exceptions import BackPressureError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from flide_engine import DecisionResponse, Usage
 from flide_engine.errors import (
@@ -191,6 +192,7 @@ def test_errors_of_ours_come_through_unwrapped(way: str) -> None:
     for raised, expected in (
         (RayTaskError("decide", "", ours), TooManyTokens),
         (BackPressureError(1, 1), Overloaded),
+        (DeploymentUnavailableError(DeploymentID("Engine", "app")), NotReady),
         (ZeroDivisionError("x"), ZeroDivisionError),
     ):
         handle = Handle(raised)
