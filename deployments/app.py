@@ -62,6 +62,7 @@ def build(args: AppArgs) -> Application:
         name=GATEWAY,
         num_replicas=args.gateway_replicas,
         max_ongoing_requests=in_flight * args.most_replicas,
+        graceful_shutdown_timeout_s=args.graceful_shutdown_timeout_s,
         ray_actor_options={"num_cpus": 0.1},
         **_keys(args),
         **logging_options,

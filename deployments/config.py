@@ -52,8 +52,8 @@ class AppArgs(BaseModel):
     graceful_shutdown_timeout_s: float = Field(
         60.0,
         gt=0,
-        description="Seconds that a replica has to finish its requests and hand over before it is"
-        " killed.",
+        description="Seconds that a replica, also of the Gateway, has to finish its requests and"
+        " hand over before it is killed.",
     )
     gpus_per_replica: float | None = Field(
         None,
