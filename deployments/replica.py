@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping
@@ -55,6 +56,7 @@ class EngineReplica:
         self._fingerprint = fingerprint_of(self._engine)
         self._engine.fingerprint = self._fingerprint.text
         self._siblings: Siblings | None = None
+        self._making = threading.Lock()
         self._pace: Pace | None = None
         self._id, self._receiver, self._demand = _own_id(), Receiver(), Demand()
         self._metrics = ReplicaMetrics(tenant_names or {})
@@ -281,9 +283,15 @@ class EngineReplica:
             raise NotReady("the engine's thread has stopped, or its round is stuck")
 
     async def _own_siblings(self) -> Siblings:
-        if self._siblings is None:
-            self._siblings = await asyncio.to_thread(Siblings)
-        return self._siblings
+        if self._siblings is not None:
+            return self._siblings
+        return await asyncio.to_thread(self._made_siblings)
+
+    def _made_siblings(self) -> Siblings:
+        with self._making:
+            if self._siblings is None:
+                self._siblings = Siblings()
+            return self._siblings
 
     def __del__(self) -> Coroutine[Any, Any, None] | None:
         """Called by Serve, which awaits the result, when this replica is to go and has nothing in

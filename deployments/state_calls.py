@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from deployments.drain import BYTES_PER_TOKEN, Pace, give_to, hand_over
 from deployments.siblings import Siblings
 from flide_engine.errors import Fault, InvalidRequest
+from router.asking import unless_cancelled
 from router.routing_key import anchor_key
 from router.states import StateCall, Told, grouped
 
@@ -69,7 +70,7 @@ async def bring_home(
     route = tuple(anchor_key(call.anchor, call.tenant, int(BYTES_PER_TOKEN * tokens)))
     if not await siblings.exist(HOME_WITHIN_S):
         return "failed"
-    asked = siblings.handle.owner.remote(route=route)
+    asked = unless_cancelled(siblings.handle.owner.remote(route=route))
     if await asyncio.wait_for(asked, deadline - time.monotonic()) == replica:
         return "home"
     branches = [

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -109,6 +110,7 @@ class Call:
         """
         ours = own_error(error)
         if not isinstance(ours, (RayActorError, EngineStopped)):
+            self.ended()
             raise ours from None
         self._failures += 1
         log.warning("a replica died under the request: %s", ours)
@@ -118,6 +120,7 @@ class Call:
             log.error("so did another, and it is to blame; it is refused from now on")
             raise _quarantine.put(self._request) from None
         if self._failures == self.TRIES:
+            self.ended()
             cause = f"{self.TRIES} replicas could not answer, the last one: {ours}"
             raise EngineStopped(cause) from None
         if not isinstance(ours, EngineStopped) or ours.running:
@@ -128,6 +131,16 @@ class Call:
         if isinstance(error, EngineStopped):
             return error.running
         return suspects.killed(self._suspect)
+
+    def ended(self) -> None:
+        """It is not answered: a replica that died may have left its mark. Blocks for a millisecond
+        if it was a suspect.
+        """
+        if self._suspect:
+            try:
+                suspects.end(self._suspect)
+            except Exception:
+                log.exception("the mark of a suspect is left in the cluster's store")
 
     def late(self) -> DeadlineExceeded:
         """The error of a call whose time is over."""
@@ -149,14 +162,22 @@ async def ask(
         response = call.send()
         try:
             async with asyncio.timeout(call.left_s):
-                return call.answer(await _unless_cancelled(response))
+                return call.answer(await unless_cancelled(response))
         except TimeoutError:
+            _in_background(call.ended)
             raise call.late() from None
+        except asyncio.CancelledError:
+            _in_background(call.ended)
+            raise
         except Exception as error:
             await asyncio.to_thread(call.failed, error)
 
 
-async def _unless_cancelled(response: DeploymentResponse) -> Any:
+def _in_background(work: Callable[[], None]) -> None:
+    asyncio.get_running_loop().run_in_executor(None, work)
+
+
+async def unless_cancelled(response: DeploymentResponse) -> Any:
     """What a call returns; it is cancelled with the one who waits for it, which Serve's own wait
     would not do.
     """
@@ -182,6 +203,7 @@ def ask_within(
             return call.answer(response.result(timeout_s=call.left_s))
         except TimeoutError:
             response.cancel()
+            call.ended()
             raise call.late() from None
         except Exception as error:
             call.failed(error)

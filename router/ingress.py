@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from flide_engine.api import DecisionRequest, DecisionResponse
 from flide_engine.errors import FlideError, NotReady
 from flide_engine.limits import seconds_allowed
-from router.asking import ask, own_error, plain_error
+from router.asking import ask, own_error, plain_error, unless_cancelled
 from router.auth import Keys
 from router.charging import Charges
 from router.fan_out import ask_all
@@ -119,9 +119,9 @@ class Gateway:
         """What the engine says of itself. Raises NotReady if no replica answers in time."""
         try:
             response = self._engine.describe.remote()
-            self._described = await asyncio.wait_for(response, READY_WITHIN_S)
+            waiting = unless_cancelled(response)
+            self._described = await asyncio.wait_for(waiting, READY_WITHIN_S)
         except (TimeoutError, RayActorError):
-            response.cancel()
             raise NotReady("no engine replica is ready") from None
         except Exception as error:
             ours = own_error(error)

@@ -1,6 +1,7 @@
 """A replica over a stand-in for its engine, and the app's configuration; no cluster."""
 
 import asyncio
+import time
 from collections import Counter
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -269,6 +270,26 @@ def test_bits_of_ones_own_are_unhealthy_where_the_fleets_were_promised(
     assert looked == ([True] if strict else [])
 
 
+def test_a_replica_has_one_handle_of_its_siblings(
+    replica: EngineReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if several calls come first."""
+    made: list[object] = []
+
+    class Slow:
+        def __init__(self) -> None:
+            time.sleep(0.05)
+            made.append(self)
+
+    monkeypatch.setattr("deployments.replica.Siblings", Slow)
+
+    async def both() -> list[object]:
+        return await asyncio.gather(*(replica._own_siblings() for _ in range(3)))
+
+    assert asyncio.run(both()) == made * 3
+    assert len(made) == 1
+
+
 def test_tenants_in_metrics() -> None:
     """By name: of a key's hash as configured, of a file of keys as they are; a hundred in all."""
     metrics = ReplicaMetrics({"f" * 64: "acme"})
@@ -313,6 +334,17 @@ def test_the_router_is_on_unless_turned_off() -> None:
     assert router_of(num_replicas="auto", max_replicas=80).request_routing_stats_period_s == 4.0
     assert router_of(routing_stats_period_s="0.5").request_routing_stats_period_s == 0.5
     assert router_of(state_routing="false").is_default_request_router()
+
+
+@pytest.mark.parametrize("seconds", [None, 7.5])
+def test_gateways_have_as_long_to_leave_as_engines(seconds: float | None) -> None:
+    """Their requests are the same."""
+    given = {} if seconds is None else {"graceful_shutdown_timeout_s": seconds}
+    gateway: Any = build(AppArgs.model_validate(given))
+    (engine, *_) = gateway._bound_deployment.init_args
+    for made in (gateway, engine):
+        config = made._bound_deployment._deployment_config
+        assert config.graceful_shutdown_timeout_s == (seconds or 60.0)
 
 
 def test_what_the_autoscaler_is_told(replica: EngineReplica) -> None:

@@ -175,6 +175,27 @@ def test_who_did_not_run_there_is_not_to_blame(
 
 
 @both
+def test_a_suspect_that_is_not_answered_leaves_no_mark(
+    way: str, blamed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the cluster's store, where a replica that died has left it; one that is has none left."""
+    ended: list[str] = []
+    monkeypatch.setattr(asking.suspects, "end", ended.append)
+    ours = RayTaskError("decide", "", TooManyTokens("the request", 9, 8, "max_request_tokens"))
+    for last in (ours, TimeoutError()):
+        ended.clear()
+        handle = Handle(DIED, last)
+        with pytest.raises((TooManyTokens, DeadlineExceeded)):
+            asked(handle, way)
+        assert ended == [handle.calls[1][1]["suspect"]]
+    ended.clear()
+    assert asked(Handle(DIED, GOOD), way) == GOOD
+    with pytest.raises(TooManyTokens):
+        asked(Handle(ours), way)
+    assert ended == []
+
+
+@both
 def test_a_replica_whose_engine_stopped_is_told_to_the_routers(way: str) -> None:
     """By its name, before the next try."""
     boards._shared.clear()

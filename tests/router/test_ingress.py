@@ -21,6 +21,8 @@ async def told(outcome: object) -> Any:
     """What one replica answers."""
     if isinstance(outcome, Exception):
         raise outcome
+    if outcome is asyncio.Event:
+        await asyncio.Event().wait()
     return outcome
 
 
@@ -50,7 +52,7 @@ class Engines:
 
 class _Response:
     def __init__(self, outcome: object) -> None:
-        self.outcome = outcome
+        self.outcome, self.cancelled = outcome, False
 
     def __await__(self) -> Any:
         return told(self.outcome).__await__()
@@ -59,7 +61,7 @@ class _Response:
         return await told(self.outcome)
 
     def cancel(self) -> None:
-        pass
+        self.cancelled = True
 
 
 def described(engines: Engines) -> dict[str, str]:
@@ -78,6 +80,24 @@ def test_one_replica_that_lives_is_enough() -> None:
     for nobody in ((STOPPED,), ()):
         with pytest.raises(NotReady):
             described(Engines(STOPPED, *nobody))
+
+
+def test_who_leaves_takes_its_question_back() -> None:
+    """The call is cancelled in Serve with the one who waits for it."""
+    hangs = _Response(asyncio.Event)
+    engines = Engines(None)
+    engines.describe = SimpleNamespace(remote=lambda: hangs)
+
+    async def leave() -> None:
+        made: Callable[..., Any] = Gateway.__mro__[1]
+        call = asyncio.create_task(made(engines, HttpLimits(1, 1, 1.0)).describe())
+        await asyncio.sleep(0.01)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(leave())
+    assert hangs.cancelled
 
 
 def test_an_engine_that_failed_for_good_is_not_ready() -> None:
