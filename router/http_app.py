@@ -129,7 +129,10 @@ class HttpApp:
         path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
         if is_ours(path):
             tenant = self._tenant(dict(scope["headers"]))
-            return await self._states(scope, receive, tenant.name)
+            async with self._charges.charge(tenant, 0) as charge:
+                answer = await self._states(scope, receive, tenant.name)
+                charge.answered(0)
+            return answer
         if path not in self._routes:
             return 404, _detail("not_found", f"no such path: {path[:200]}"), []
         method, handler = self._routes[path]

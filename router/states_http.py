@@ -9,6 +9,7 @@ POST   /v1/states/{id}/rollback       {"tokens": step}: forgets what came after
 POST   /v1/states/{id}/branch         {"name": id, "tokens": step}: a second state that begins alike
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any, Protocol, TypeVar
 from urllib.parse import parse_qsl, quote, unquote
@@ -16,7 +17,7 @@ from urllib.parse import parse_qsl, quote, unquote
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from flide_engine.errors import Fault, InvalidRequest, UnknownState, as_faults
+from flide_engine.errors import DeadlineExceeded, Fault, InvalidRequest, UnknownState, as_faults
 from router.body import Receive, decode_body, read_body
 from router.routing_key import anchor_text, session_entry
 from router.session_id import check_session_id
@@ -25,6 +26,9 @@ from router.states import Operation, StateCall, Told, merged
 PATH = "/v1/states"
 LISTED, MOST_LISTED = 100, 1000
 """States of one page, and how many may be asked for."""
+
+BODY_WITHIN_S = 10.0
+"""Seconds in which a body has to arrive."""
 
 MOST_BODY = 16 << 10
 """Bytes of a body: a name of 256 characters and a number, however they are escaped."""
@@ -178,12 +182,16 @@ def _parts(scope: dict[str, Any]) -> list[str]:
 
 
 async def _json(scope: dict[str, Any], receive: Receive, limit: int) -> Any:
-    """The body. Raises InvalidRequest if it is no JSON."""
+    """The body. Raises InvalidRequest if it is no JSON, DeadlineExceeded if it does not come."""
     headers = dict(scope["headers"])
     length = headers.get(b"content-length", b"")
     declared = int(length) if length.isdigit() else None
     option = "of an operation on a state"
-    body = await read_body(receive, declared, limit, option)
+    try:
+        async with asyncio.timeout(BODY_WITHIN_S):
+            body = await read_body(receive, declared, limit, option)
+    except TimeoutError:
+        raise DeadlineExceeded(BODY_WITHIN_S) from None
     encoding = headers.get(b"content-encoding", b"").decode("latin-1")
     try:
         return orjson.loads(decode_body(body, encoding, limit, option))
