@@ -1,5 +1,5 @@
-"""One decision through an engine handle, with its routing key and one retry: what the Gateway and
-`DecisionClient` share. Imports no torch.
+"""One decision through an engine handle, with its routing key, asked again where replicas die: what
+the Gateway and `DecisionClient` share. Imports no torch.
 """
 
 import asyncio
@@ -33,6 +33,7 @@ from router.options import CallOptions
 from router.quarantine import Quarantine
 from router.routing_key import route_key
 from router.session_id import check_session_id
+from router.suspects import SETTLED_WITHIN_S
 
 log = logging.getLogger("ray.serve")
 
@@ -130,7 +131,9 @@ class Call:
         """Whether a replica has died while this ran there, and no other suspect."""
         if isinstance(error, EngineStopped):
             return error.running
-        return suspects.killed(self._suspect)
+        left = self.left_s
+        within_s = SETTLED_WITHIN_S if left is None else min(SETTLED_WITHIN_S, left)
+        return suspects.killed(self._suspect, within_s)
 
     def ended(self) -> None:
         """It is not answered: a replica that died may have left its mark. Blocks for a millisecond
@@ -193,7 +196,7 @@ def ask_within(
     request: DecisionRequest | dict[str, Any],
     options: CallOptions,
 ) -> DecisionResponse:
-    """The answers, without an event loop, both tries within the time of the options. Raises the
+    """The answers, without an event loop, all tries within the time of the options. Raises the
     error tree.
     """
     call = Call(handle, request, options)
@@ -216,7 +219,8 @@ def own_error(error: BaseException) -> BaseException:
     if isinstance(error, RayTaskError) and isinstance(error.cause, FlideError):
         return error.cause
     if isinstance(error, BackPressureError):
-        return Overloaded(0, "requests", 0, "max_queued_requests", 500)
+        waiting, most, *_ = error.args
+        return Overloaded(waiting, "requests", most, "Serve's max_queued_requests", 500)
     if isinstance(error, DeploymentUnavailableError):
         return NotReady("no engine replica could be started; the log of deployment Engine says why")
     return error

@@ -22,11 +22,12 @@ from flide_engine.errors import (
 )
 from flide_engine.wire import to_json
 from router import asking, boards
-from router.asking import BY_VALUE_BYTES, ask, ask_within, plain_error
+from router.asking import BY_VALUE_BYTES, ask, ask_within, own_error, plain_error
 from router.options import CallOptions
 from router.quarantine import Quarantine
 from router.routing_key import route_key
 from router.session_id import check_session_id
+from router.suspects import SETTLED_WITHIN_S
 
 REQUEST: dict[str, Any] = {"state": "s", "questions": {}}
 GOOD = DecisionResponse(model="m", usage=Usage(input_tokens=1, output_tokens=0), answers={})
@@ -119,7 +120,7 @@ def blamed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names under which a suspect is found to have been running where the replica died."""
     found: list[str] = []
     monkeypatch.setattr(asking, "_quarantine", Quarantine())
-    monkeypatch.setattr(asking.suspects, "killed", lambda suspect: bool(found))
+    monkeypatch.setattr(asking.suspects, "killed", lambda suspect, within_s: bool(found))
     return found
 
 
@@ -207,6 +208,29 @@ def test_a_replica_whose_engine_stopped_is_told_to_the_routers(way: str) -> None
 
 
 @both
+@pytest.mark.parametrize(("timeout", "most"), [(0.5, 0.5), (60.0, SETTLED_WITHIN_S), (None, 5.0)])
+def test_a_death_is_waited_for_within_the_callers_time(
+    way: str, timeout: float | None, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cluster learns of it in time, or the request is asked again while there is any."""
+    waited: list[float] = []
+
+    def killed(suspect: str, within_s: float) -> bool:
+        waited.append(within_s)
+        return False
+
+    monkeypatch.setattr(asking.suspects, "killed", killed)
+    handle: Any = Handle(DIED, DIED, GOOD)
+    options = CallOptions(timeout_s=timeout)
+    if way == "await":
+        asyncio.run(ask(handle, REQUEST, options))
+    else:
+        ask_within(handle, REQUEST, options)
+    (within,) = waited
+    assert 0 < within <= most
+
+
+@both
 def test_errors_of_ours_come_through_unwrapped(way: str) -> None:
     """And are not tried again; Serve's refusal is Overloaded; a stranger's error is left alone."""
     ours = TooManyTokens("the request", 9, 8, "max_request_tokens")
@@ -268,6 +292,12 @@ def test_bad_session_ids_are_refused_before_anything_is_sent(way: str, bad: Any)
         asked(handle, way, bad)
     assert handle.calls == []
     assert check_session_id("~ x") == "~ x"
+
+
+def test_a_full_queue_of_serve_is_told_with_its_numbers() -> None:
+    """It is not one of ours."""
+    ours = str(own_error(BackPressureError(12, 10)))
+    assert ours.startswith("12 requests wait, the queue takes 10 (Serve's max_queued_requests)")
 
 
 def test_plain_errors() -> None:
