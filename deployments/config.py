@@ -1,8 +1,18 @@
 """What a user may set on one app: `serve run deployments.app:build name=value ...`."""
 
-from typing import Any, Literal, Self
+import difflib
+import json
+from typing import Any, Literal, Self, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from flide_engine.config import EngineConfig
 from router.auth import is_hash
@@ -114,13 +124,20 @@ class AppArgs(BaseModel):
             return data
         flat = {k: v for k, v in data.items() if k in EngineConfig.model_fields}
         rest = {k: v for k, v in data.items() if k not in flat}
-        if not flat:
-            return data
         nested = rest.get("engine", {})
-        given = (
-            nested.model_dump(exclude_unset=True) if isinstance(nested, EngineConfig) else nested
-        )
-        return {**rest, "engine": {**given, **flat}}
+        if isinstance(nested, EngineConfig):
+            nested = nested.model_dump(exclude_unset=True)
+        if not isinstance(nested, dict) or not (given := {**nested, **flat}):
+            return data
+        return {**rest, "engine": {name: _parsed(name, value) for name, value in given.items()}}
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _near_names(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(data)
+        except ValidationError as error:
+            raise _with_near_names(error) from None
 
     @model_validator(mode="after")
     def _values_make_sense(self) -> Self:
@@ -177,3 +194,29 @@ class AppArgs(BaseModel):
     def key_hashes(self) -> tuple[str, ...]:
         """The configured key hashes."""
         return tuple(h.strip() for h in self.api_key_sha256.split(",") if h.strip())
+
+
+def _parsed(name: str, value: Any) -> Any:
+    """A mapping that came as a word, which is JSON; what is none is left as it is."""
+    field = EngineConfig.model_fields.get(name)
+    if field is None or get_origin(field.annotation) is not dict or not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _with_near_names(error: ValidationError) -> ValidationError:
+    """The same faults; of an option that there is not, with the name that is nearest."""
+    names = (*AppArgs.model_fields, *EngineConfig.model_fields)
+    lines: list[InitErrorDetails] = []
+    for fault in error.errors(include_url=False):
+        kind: str | PydanticCustomError = fault["type"]
+        if kind == "extra_forbidden":
+            near = difflib.get_close_matches(str(fault["loc"][-1]), names, 1)
+            told = f"no such option; did you mean {near[0]}?" if near else "no such option"
+            kind = PydanticCustomError("no_such_option", told)
+        more = {"loc": fault["loc"], "input": fault["input"], "ctx": fault.get("ctx", {})}
+        lines.append(InitErrorDetails(type=kind, **more))  # type: ignore[typeddict-item]
+    return ValidationError.from_exception_data(error.title, lines)

@@ -62,7 +62,7 @@ def test_everything_wrong_at_once_is_listed() -> None:
         done = looked(f"port={port}", "modell=x", "max_replicas=none", RAY_AUTH_MODE="disabled")
     assert done.returncode == 1
     assert f"WRONG: port {port} is busy" in done.stdout
-    assert "WRONG: modell: Extra inputs are not permitted" in done.stdout
+    assert "WRONG: modell: no such option; did you mean model?" in done.stdout
     assert "WRONG: max_replicas: Input should be a valid integer" in done.stdout
     assert "things are wrong" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
