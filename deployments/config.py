@@ -2,7 +2,8 @@
 
 import difflib
 import json
-from typing import Any, Literal, Self, get_origin
+import os
+from typing import Any, Literal, NamedTuple, Self, get_origin
 
 from pydantic import (
     BaseModel,
@@ -16,6 +17,18 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from flide_engine.config import EngineConfig
 from router.auth import is_hash
+
+
+class Threads(NamedTuple):
+    """number: of threads, 0: as many as its machine has cores, divided among so many replicas."""
+
+    number: int
+    among: int
+
+    def here(self) -> int:
+        """On this machine."""
+        return self.number or max(1, len(os.sched_getaffinity(0)) // self.among)
+
 
 HandOver = Literal["auto", "always", "never"]
 
@@ -71,7 +84,10 @@ class AppArgs(BaseModel):
         description="GPUs of one engine replica; none: 1 if the cluster has a GPU, else 0.",
     )
     cpus_per_replica: float = Field(
-        1.0, ge=0, description="CPUs that Ray sets aside for a replica."
+        1.0,
+        ge=0,
+        description="CPUs that Ray sets aside for a replica; if 1 or more are given, also the"
+        " threads of its CPU kernels, which are else its machine's cores over all replicas.",
     )
     state_routing: bool = Field(
         True,
@@ -173,6 +189,16 @@ class AppArgs(BaseModel):
         if 0 < gpus < 1 and "device_share" not in self.engine.model_fields_set:
             options["device_share"] = gpus
         return options
+
+    @property
+    def threads(self) -> Threads:
+        """How many threads the CPU kernels of a replica run on: those that are set aside for it, if
+        that was said, else its share of its machine.
+        """
+        if "cpus_per_replica" in self.model_fields_set and self.cpus_per_replica >= 1:
+            return Threads(int(self.cpus_per_replica), 1)
+        scales = self.num_replicas == "auto"
+        return Threads(0, max(1, self.min_replicas) if scales else self.most_replicas)
 
     @property
     def stats_period_s(self) -> float:

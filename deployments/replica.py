@@ -14,6 +14,7 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from deployments import logs
+from deployments.config import Threads
 from deployments.demand import Demand
 from deployments.drain import Calls, Leaving, Pace, leave, take_over
 from deployments.metrics import ReplicaMetrics
@@ -43,10 +44,14 @@ class EngineReplica:
         config: dict[str, Any],
         tenant_names: Mapping[str, str] | None = None,
         leaving: Leaving | None = None,
+        threads: Threads | None = None,
     ) -> None:
         """config: fields of EngineConfig. tenant_names: what tenants are called in metrics.
-        leaving: what becomes of its checkpoints when it goes.
+        leaving: what becomes of its checkpoints when it goes. threads: of its CPU kernels.
         """
+        self._id = _own_id()
+        if threads is not None and self._id:  # else the process is somebody's
+            os.environ["OMP_NUM_THREADS"] = str(threads.here())  # read when torch is loaded
         from flide_engine.engine import Engine  # loads torch, in the replica only
 
         logs.join()
@@ -58,7 +63,7 @@ class EngineReplica:
         self._siblings: Siblings | None = None
         self._making = threading.Lock()
         self._pace: Pace | None = None
-        self._id, self._receiver, self._demand = _own_id(), Receiver(), Demand()
+        self._receiver, self._demand = Receiver(), Demand()
         self._metrics = ReplicaMetrics(tenant_names or {})
         self._answered = 0
         log.info("engine %s ready in process %d", self._engine.card.name, os.getpid())

@@ -1,6 +1,7 @@
 """A replica over a stand-in for its engine, and the app's configuration; no cluster."""
 
 import asyncio
+import os
 import time
 from collections import Counter
 from concurrent.futures import Future
@@ -334,6 +335,42 @@ def test_the_router_is_on_unless_turned_off() -> None:
     assert router_of(num_replicas="auto", max_replicas=80).request_routing_stats_period_s == 4.0
     assert router_of(routing_stats_period_s="0.5").request_routing_stats_period_s == 0.5
     assert router_of(state_routing="false").is_default_request_router()
+
+
+@pytest.mark.parametrize(
+    ("options", "cores", "threads"),
+    [
+        ({}, 16, "16"),
+        ({"num_replicas": 3}, 16, "5"),
+        ({"num_replicas": 40}, 16, "1"),
+        ({"num_replicas": "auto", "min_replicas": 2}, 16, "8"),
+        ({"num_replicas": 3, "cpus_per_replica": 4}, 16, "4"),
+        ({"num_replicas": 2, "cpus_per_replica": 0.1}, 16, "8"),
+    ],
+)
+def test_threads_are_those_of_the_replicas_own_machine(
+    replica: EngineReplica,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    cores: int,
+    threads: str,
+) -> None:
+    """What is set aside for it, if that is said; nothing of the machine where the app is built."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1000)
+    gateway: Any = build(AppArgs.model_validate(options))
+    bound = gateway._bound_deployment.init_args[0]._bound_deployment
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr("deployments.replica._own_id", lambda: "r")
+    monkeypatch.setenv("OMP_NUM_THREADS", "before")
+    for name, value in bound.ray_actor_options["runtime_env"]["env_vars"].items():
+        monkeypatch.setenv(name, value)
+    EngineReplica(*bound.init_args)
+    assert os.environ["OMP_NUM_THREADS"] == threads
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_NUM_THREADS", "before")
+    monkeypatch.setattr("deployments.replica._own_id", lambda: "")
+    EngineReplica(*bound.init_args)
+    assert os.environ["OMP_NUM_THREADS"] == "before"  # this process is not Serve's
 
 
 @pytest.mark.parametrize("seconds", [None, 7.5])
