@@ -99,6 +99,8 @@ class Engine(StateOperations):
         executor = executor_for(model, pool, kernels, device, config.max_round_tokens)
         self.fingerprint = ""
         """What answers carry as `x_fingerprint`."""
+        self.device = device.type
+        """"cpu" or "cuda"."""
         self.stack = f"{stack_of(device)}, {dtype}, {config.kernels} kernels"
         if before is not None and (after := Card.of(device)) is not None:
             memory.check_work(before, after)
@@ -245,7 +247,8 @@ class Engine(StateOperations):
     def _render(self, request: DecisionRequest | dict[str, Any] | bytes, asked: Submission) -> None:
         try:
             if not asked.future.cancelled():
-                typed = parse_request(request, self.config.max_decoded_bytes)
+                config = self.config
+                typed = parse_request(request, config.max_decoded_bytes, config.max_questions)
                 rendered = self._prepare(typed, asked.tenant)
                 keys = grain_keys(rendered.prompts[0][: rendered.state_tokens])
                 work = RequestWork.of(asked, rendered, keys)
