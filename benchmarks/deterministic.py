@@ -101,13 +101,19 @@ def elsewhere(args: argparse.Namespace, mode: str, histories: Histories, folder:
         Elsewhere.begun(name, told, folder / "asked.npz", number)
         for number, (name, told) in enumerate(others)
     ]
-    found = [(other.name, other.differing(want)) for other in begun]
-    for name, differing in found:
-        print(f"{name}: {len(want)} compared, {differing} differ", flush=True)
-        watched.by_path[name] += len(want)
-        watched.wrong.update({name: differing} if differing else {})
-    differ = sum(bool(differing) for _, differing in found)
-    return {"replicas": len(found), "replicas_differing": differ}
+    differ = 0
+    for other in begun:
+        try:
+            differing = other.differing(want)
+        except RuntimeError as error:
+            print(error, flush=True)
+            differ += 1
+            continue
+        print(f"{other.name}: {len(want)} compared, {differing} differ", flush=True)
+        watched.by_path[other.name] += len(want)
+        watched.wrong.update({other.name: differing} if differing else {})
+        differ += differing > 0
+    return {"replicas": len(begun), "replicas_differing": differ}
 
 
 def of_peer(args: argparse.Namespace, worker: Worker) -> Row:
@@ -182,14 +188,17 @@ def main() -> None:
         path, mode = [str(args.peer)], "deterministic"
         workers = [Worker("flide", args.shape, path, mode, weights=str(weights))]
     rows = []
+
+    def keep(row: Row) -> None:  # at once: what comes later may fail
+        rows.append(row)
+        print(row, flush=True)
+        print("written to", write_rows("deterministic", stamp([row]), SAME, args.out))
+
     for mode in args.modes:
-        rows.append(measure(args, mode, weights))
-        print(rows[-1], flush=True)
+        keep(measure(args, mode, weights))
     for worker in started(workers):
-        rows.append(of_peer(args, worker))
-        print(rows[-1], flush=True)
+        keep(of_peer(args, worker))
         worker.stop()
-    print("written to", write_rows("deterministic", stamp(rows), SAME, args.out))
     ours = [r for r in rows if (r["engine"], r["mode"]) == ("ours", "deterministic")]
     sys.exit(any(row["differing"] or row["replicas_differing"] for row in ours))
 

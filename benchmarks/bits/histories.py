@@ -16,7 +16,7 @@ from benchmarks.bits.watch import Told, Watched
 from flide_engine import Engine
 from flide_engine.cache.marks import MarkPolicy
 from flide_engine.config import GRAIN
-from flide_engine.errors import TooManyBranches, TooMuchPinned
+from flide_engine.errors import PoolExhausted, TooManyBranches, TooMuchPinned
 
 GARBAGE = 2992.0
 """What unwritten memory holds, finite so that its use shows as a difference, with a layer."""
@@ -124,6 +124,18 @@ class Histories:
                     kept.free(kept.index.remove(checkpoint))
 
         self.engine._loop.call(drop)
+
+    def evict(self, tenths: int) -> None:
+        """So many tenths of what is held are given up, as for a round that needs the room: what is
+        worth least first, copied to the host on its way.
+        """
+        kept, pool = self.engine._checkpoints, self.engine._loop._runner._pool
+
+        def give_up() -> None:
+            needed = pool.free + tenths * (pool.units - pool.free) // 10
+            kept.make_room(PoolExhausted("units", needed, pool.free, pool.units))
+
+        self.engine._loop.call(give_up)
 
     def to_disk(self) -> None:
         """Everything is written to files, where there are any, and taken off device and host."""

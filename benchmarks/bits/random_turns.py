@@ -38,7 +38,8 @@ class RandomTurns:
         for name in NAMES:
             self._anew(name, sizes.grow)
         self._changes: dict[Callable[[str], None], float] = {
-            self._nothing: 0.25,
+            self._nothing: 0.2,
+            lambda name: histories.evict(1 + self._up_to(9)): 0.05,
             self._grows: 0.2,
             self._is_rewritten: 0.08,
             self._begins_like_another: 0.08,

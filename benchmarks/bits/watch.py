@@ -30,6 +30,8 @@ LOOKED_INTO = 20
 """Differences of which the layer is looked for: it costs two forward passes each."""
 
 LEVELS = 3
+"""Nodes on a path of a tree that counts as deep: a state, a group of questions, a question."""
+
 MOST_KEPT = 4096
 """Prompts whose logits alone are remembered."""
 

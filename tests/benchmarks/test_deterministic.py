@@ -1,8 +1,11 @@
 """Comparisons of bits are counted as they are made."""
 
 import hashlib
+import time
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from benchmarks.bits.elsewhere import ANOTHER, RESTARTED, Elsewhere, read, write
 from benchmarks.bits.first_difference import Floats, same_bits
 from benchmarks.bits.histories import Ask, Histories
 from benchmarks.bits.random_turns import RandomTurns, Sizes
+from benchmarks.deterministic import of_peer
 from benchmarks.requests import TokenRequest
 from benchmarks.shapes import LABELS
 from benchmarks.tables import deterministic, deterministic_paths
@@ -61,6 +65,31 @@ def test_company_is_compared_with_the_request_and_with_the_prompt_alone() -> Non
     both.add(tally.told())
     assert (both.compared, both.wrong["in company"]) == (2 * tally.compared, 2 * tally.differing)
     assert compare(engine, rounds=12, seed=3, seconds=-1).compared == 0
+
+
+class Peer:
+    """A worker in this process that ends after some commands."""
+
+    def __init__(self, commands: int) -> None:
+        self._left = commands
+
+    def do(self, what: str, **arguments: Any) -> dict[str, Any]:
+        assert what == "company"
+        self._left -= 1
+        return compare(StandIn(), **arguments).told() if self._left >= 0 else {"error": "ended"}
+
+
+def test_the_peers_row_holds_what_it_was_asked() -> None:
+    """Until there are enough comparisons, or it has ended, or time is over."""
+    args = Namespace(shape="test", others=500, until=time.monotonic() + 600)
+    row = of_peer(args, Peer(100))  # type: ignore[arg-type]
+    assert row["compared"] >= 500 > row["compared"] - 10 * 3 * 96
+    assert (row["engine"], row["mode"]) == ("flide", "deterministic")
+    assert 0 < row["in_company"] < row["differing"] <= row["compared"]
+    assert row["by_path"]["in company"] == row["compared"]
+    once = of_peer(args, Peer(1))  # type: ignore[arg-type]
+    assert once["compared"] == compare(StandIn(), 10, 0, 600).compared
+    assert of_peer(Namespace(**vars(args) | {"until": 0.0}), Peer(9))["compared"] == 0  # type: ignore[arg-type]
 
 
 def test_random_rounds_fit_a_round_of_the_peer() -> None:

@@ -34,6 +34,9 @@ SMALLEST = SMALL | {
 
 WIDE = SHAPES["0.8B"] | {"num_hidden_layers": 8}
 
+ANY_WAIT = {"max_queue_ms": 10**9, "max_queued_tokens": 10**9}
+"""A slow machine refuses nothing."""
+
 Made = Callable[[], Engine]
 
 
@@ -46,7 +49,7 @@ def fixed_order(
     config = {
         "model": str(weights), "device": "cpu", "pool_bytes": 8 << 20, "host_bytes": 16 << 20,
         "disk_folder": folder / "files", "disk_bytes": 64 << 20, "max_round_tokens": 1024,
-        "max_prompt_tokens": 4096, "compute_threads": 1,
+        "max_prompt_tokens": 4096, "compute_threads": 1, **ANY_WAIT,
     }  # fmt: skip
     return lambda: Engine(EngineConfig(**config | options))
 
@@ -102,7 +105,7 @@ def interpreted(patch: pytest.MonkeyPatch, folder: Path, kernels: Kernels) -> Ma
     longest = Interpreted.lengths[-1]
     config = EngineConfig(
         model=str(weights), device="cpu", pool_bytes=4 << 20, host_bytes=4 << 20,
-        max_round_tokens=longest, max_prompt_tokens=longest, max_request_tokens=2048,
+        max_round_tokens=longest, max_prompt_tokens=longest, max_request_tokens=2048, **ANY_WAIT,
     )  # fmt: skip
     return lambda: Engine(config)
 
@@ -113,7 +116,7 @@ def on_the_card(folder: Path) -> Made:
     config = EngineConfig(
         model=str(weights), device="cuda", deterministic=True, pool_bytes=4 << 30,
         host_bytes=2 << 30, disk_folder=folder / "files", disk_bytes=8 << 30,
-        max_round_tokens=4096,
+        max_round_tokens=4096, **ANY_WAIT,
     )  # fmt: skip
     assert torch.cuda.is_available()
     return lambda: Engine(config)

@@ -74,6 +74,12 @@ class Machine(RuleBasedStateMachine):
         given_up = data.draw(st.sampled_from([None, *range(len(asks) - 1)]), "given up")
         self._ask(asks, limit, every, fault, given_up)
 
+    @rule(ask=ASK, tenths=st.integers(1, 10))
+    def evicted(self, ask: Ask, tenths: int) -> None:
+        """Some states make room."""
+        self.histories.evict(tenths)
+        self._ask([ask])
+
     @rule(ask=ASK)
     def from_the_host(self, ask: Ask) -> None:
         """States leave the device, and one comes back."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from benchmarks.bits.histories import Ask, Histories
@@ -42,18 +42,20 @@ card = pytest.mark.skipif(not ON_A_GPU, reason="needs a GPU")
 
 
 @contextmanager
-def asked(made: Made, longest: int, **sizes: Any) -> Iterator[type[Machine]]:
-    """A machine over an engine. longest: tokens of a question. sizes: of the machine."""
-    histories = Histories(made, LABELS, VOCABULARY, longest)
+def asked(made: Made, question: int, **sizes: Any) -> Iterator[type[Machine]]:
+    """A machine over an engine. question: tokens of the longest. sizes: of the machine."""
+    histories = Histories(made, LABELS, VOCABULARY, question)
     try:
         yield type("Asked", (Machine,), {"histories": histories, **sizes})
     finally:
         histories.close()
 
 
-def run(machine: type[Machine], examples: int, steps: int) -> Watched:
-    """What the machine's engine has been seen to do. Raises what hypothesis has found."""
-    size = settings(EXAMPLES, max_examples=examples, stateful_step_count=steps)
+def run(machine: type[Machine], examples: int, steps: int, **more: Any) -> Watched:
+    """What the machine's engine has been seen to do. Raises what hypothesis has found. more: of its
+    settings.
+    """
+    size = settings(EXAMPLES, max_examples=examples, stateful_step_count=steps, **more)
     run_state_machine_as_test(machine, settings=size)
     return machine.histories.watched
 
@@ -75,7 +77,7 @@ def test_nothing_that_happens_for_long_changes_a_bit(
 ) -> None:
     """The same, longer."""
     with asked(fixed_order(monkeypatch, tmp_path), 30) as machine:
-        assert run(machine, examples=60, steps=25).compared > 1000
+        assert run(machine, examples=30, steps=25).compared > 500
 
 
 @references
@@ -105,11 +107,11 @@ def test_kernels_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_whatever_happens_in_the_interpreter(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The machine over Triton's kernels; its states stay short."""
+    """The machine over Triton's kernels; its states stay short, and nothing is made smaller."""
     made = interpreted(monkeypatch, tmp_path, interpreted_kernels())
     sizes = {"first": 66, "longest": 4, "most": 90, "limits": (None,), "restarts": False}
     with asked(made, 4, **sizes) as machine:
-        assert run(machine, examples=2, steps=5).compared > 4
+        assert run(machine, 2, 3, phases=[Phase.generate]).compared > 0
 
 
 @pytest.mark.slow
@@ -127,7 +129,7 @@ def test_a_wrong_kernel_is_told_in_the_interpreter(
 
     kernels = replace(interpreted_kernels(), linear=uneven)
     histories = Histories(interpreted(monkeypatch, tmp_path, kernels), LABELS[:2], VOCABULARY, 5)
-    histories.grow("a", 80, 0)
+    histories.grow("a", 88, 0)
     histories.ask([Ask("a", "short", 1, 0)])
     histories.close()
     (first, *_) = histories.watched.differing
