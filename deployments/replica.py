@@ -232,9 +232,9 @@ class EngineReplica:
         return end
 
     async def counters(self) -> dict[str, Any]:
-        """Since the start: requests answered, and tokens asked for, found in checkpoints, computed;
-        beside them this replica's id and process, how many requests wait now, and how hand-overs to
-        it ended.
+        """Since the start: requests answered, tokens asked for, found in checkpoints, computed, and
+        seconds in which a round was under way; beside them this replica's id and process, how many
+        requests wait now, and how hand-overs to it ended.
         """
         tokens = self._engine.counters()
         return {
@@ -245,6 +245,7 @@ class EngineReplica:
             "tokens_asked": tokens.asked,
             "tokens_reused": tokens.reused,
             "tokens_computed": tokens.computed,
+            "busy_seconds": tokens.busy_seconds,
             "checkpoints_taken_over": dict(self._taken_over),
         }
 

@@ -4,8 +4,10 @@
 
 import asyncio
 import logging
+import math
 import time
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -27,6 +29,7 @@ from router.options import CallOptions
 from router.quarantine import Quarantine
 from router.routing_key import route_key
 from router.session_id import check_session_id
+from router.waking import cheap_call, waking_of
 
 log = logging.getLogger("ray.serve")
 
@@ -76,11 +79,22 @@ class Call:
         self._failures, self._suspect = 0, ""
         self._seconds = options.timeout_s
         self._until = None if self._seconds is None else time.monotonic() + self._seconds
+        self._patience_s = options.patience_s
+        self._waking = waking_of(handle)
 
     @property
     def left_s(self) -> float | None:
         """Seconds that are left; None: as many as the engine allows."""
         return None if self._until is None else max(0.0, self._until - time.monotonic())
+
+    def pauses(self) -> Iterator[float]:
+        """Seconds to sleep before this process knows whether there is a replica."""
+        return self._waking.pauses(self._handle.running_replicas_populated)
+
+    def check_awake(self) -> None:
+        """Wakes a fleet that sleeps. Raises NotReady if its caller does not wait for the start."""
+        least = (s for s in (self._patience_s, self.left_s) if s is not None)
+        self._waking.check(min(least, default=math.inf), cheap_call(self._handle))
 
     def send(self) -> DeploymentResponse:
         """A try."""
@@ -139,6 +153,9 @@ async def ask(
     body: the JSON that the request was read from, if it was.
     """
     call = Call(handle, request, options, body)
+    for pause in call.pauses():
+        await asyncio.sleep(pause)
+    call.check_awake()
     while True:
         response = call.send()
         try:
@@ -170,6 +187,9 @@ def ask_within(
     error tree.
     """
     call = Call(handle, request, options)
+    for pause in call.pauses():
+        time.sleep(pause)
+    call.check_awake()
     while True:
         response = call.send()
         try:

@@ -309,6 +309,15 @@ def test_the_router_is_on_unless_turned_off() -> None:
     assert router_of(state_routing="false").is_default_request_router()
 
 
+def test_routers_are_told_of_cold_starts_where_there_are_any() -> None:
+    """Where there may be no replica, and nowhere else."""
+    asleep = {"num_replicas": "auto", "min_replicas": 0}
+    assert router_of(**asleep).request_router_kwargs == {"cold_start_s": 60.0}
+    assert router_of(**asleep, cold_start_s="300").request_router_kwargs == {"cold_start_s": 300.0}
+    for awake in ({"num_replicas": "auto"}, {"num_replicas": 2, "min_replicas": 0}):
+        assert router_of(**awake).request_router_kwargs == {}
+
+
 def test_what_the_autoscaler_is_told(replica: EngineReplica) -> None:
     """Numbers by name, as Serve takes them; a state asked about is an agent."""
     key = tuple(route_key({"state": "s"}))

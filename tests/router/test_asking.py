@@ -77,6 +77,22 @@ class Handle:
         self.decide_with_load = self
         self.by_reference: list[bool] = []
 
+        self.woken: list[Response] = []
+        self.describe = self.Describe(self.woken)
+
+    class Describe:
+        """The cheap call that waits until there is a replica, which never comes."""
+
+        def __init__(self, woken: list["Response"]) -> None:
+            self._woken = woken
+
+        def remote(self) -> "Response":
+            self._woken.append(Response(TimeoutError()))
+            return self._woken[-1]
+
+    def running_replicas_populated(self) -> bool:
+        return True
+
     def options(self, _by_reference: bool) -> "Handle":
         self.by_reference.append(_by_reference)
         return self
@@ -237,6 +253,35 @@ def test_a_deadline_cancels_the_call() -> None:
         asyncio.run(impatient())
     assert late.responses[1].cancelled
     assert late.calls[1][1]["timeout_s"] is None
+
+
+@both
+def test_a_fleet_that_sleeps_is_woken_and_waited_for_only_by_who_has_the_time(way: str) -> None:
+    """Others are told when to come again, and nothing is sent for them."""
+    boards._shared.clear()
+    members = boards.shared("app", "Engine").members
+    members.count, members.cold_start_s = 0, 60.0
+
+    def ask_for(timeout_s: float | None, patience_s: float | None, handle: Any) -> None:
+        options = CallOptions("", "", timeout_s, False, patience_s)
+        if way == "await":
+            asyncio.run(ask(handle, REQUEST, options))
+        else:
+            ask_within(handle, REQUEST, options)
+
+    for timeout_s, patience_s in ((10.0, None), (300.0, 10.0), (10.0, 300.0)):
+        handle = Handle(GOOD)
+        with pytest.raises(NotReady) as refused:
+            ask_for(timeout_s, patience_s, handle)
+        assert refused.value.retry_after_ms > 1000 * 10
+        assert handle.calls == []
+    for timeout_s, patience_s in ((300.0, None), (None, None), (None, 61.0)):
+        handle = Handle(GOOD)
+        ask_for(timeout_s, patience_s, handle)
+        assert len(handle.calls) == 1
+    members.count = 1
+    ask_for(0.5, None, Handle(GOOD))
+    boards._shared.clear()
 
 
 @both

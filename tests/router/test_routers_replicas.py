@@ -215,3 +215,20 @@ def test_limits_are_the_policy_s() -> None:
     with_router(test, margin_steps=3.5)
     with pytest.raises(TypeError, match="margin_stepz"):
         with_router(test, margin_stepz=1.0)
+
+
+def test_how_many_there_are_is_known_to_the_process() -> None:
+    """Also none, and how long a first one takes where there may be none."""
+
+    async def test(router: StateRouter, replicas: dict[str, Replica]) -> None:
+        members = shared(APP, DEPLOYMENT).members
+        assert (members.count, members.cold_start_s) == (len(replicas), 90.0)
+        router.update_replicas([])
+        assert members.count == 0
+
+    with_router(test, cold_start_s=90.0)
+
+    async def always(router: StateRouter, replicas: dict[str, Replica]) -> None:
+        assert shared(APP, DEPLOYMENT).members.cold_start_s is None
+
+    with_router(always)
