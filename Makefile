@@ -49,7 +49,9 @@ clean:
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed; set PYTHON=..."; exit 1; }
-	$(PYTHON) -m venv .venv
+	@# what fails here leaves a folder that looks whole
+	$(PYTHON) -m venv .venv || { rm -rf .venv; \
+		echo "$(PYTHON) cannot make an environment: install python3-venv, or set PYTHON=..."; exit 1; }
 
 $(SERVE): pyproject.toml | .venv/bin/python
 	@echo "Installing into .venv: torch 2.13, Ray Serve 2.60, transformers and what they need,"

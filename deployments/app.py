@@ -5,7 +5,6 @@
 # No `from __future__ import annotations` here: Serve validates the arguments by build's real
 # annotation.
 
-import os
 from functools import partial
 from typing import Any
 
@@ -52,7 +51,9 @@ def build(args: AppArgs) -> Application:
         ray_actor_options={
             "num_gpus": gpus,
             "num_cpus": args.cpus_per_replica,
-            "runtime_env": {"env_vars": _threads(args)},
+            # threads that spin while they wait starve everything else on the node: 5 s instead of
+            # 0.05 s where two processes did so on two cores
+            "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}},
         },
         **_replicas(args),
         **_routing(args),
@@ -62,14 +63,18 @@ def build(args: AppArgs) -> Application:
         name=GATEWAY,
         num_replicas=args.gateway_replicas,
         max_ongoing_requests=in_flight * args.most_replicas,
+        graceful_shutdown_timeout_s=args.graceful_shutdown_timeout_s,
         ray_actor_options={"num_cpus": 0.1},
         **_keys(args),
         **logging_options,
     )(Gateway)
     leaving = Leaving(args.handover, args.graceful_shutdown_timeout_s)
-    bound = engine.bind(args.engine_options(gpus), args.names_by_key, leaving)
+    bound = engine.bind(args.engine_options(gpus), args.names_by_key, leaving, args.threads)
     limits = HttpLimits(
-        args.max_body_bytes, args.engine.max_decoded_bytes, args.engine.max_timeout_s
+        args.max_body_bytes,
+        args.engine.max_decoded_bytes,
+        args.engine.max_timeout_s,
+        args.engine.max_questions,
     )
     app: Application = gateway.bind(
         bound,
@@ -90,17 +95,6 @@ def _keys(args: AppArgs) -> dict[str, Any]:
         name=LEDGER, actor_class=ray.remote(Ledger), actor_options={"num_cpus": 0}
     )
     return {"user_config": {"api_keys": args.api_keys}, "deployment_actors": [ledger]}
-
-
-def _threads(args: AppArgs) -> dict[str, str]:
-    """Environment of a replica's CPU kernels: its share of the cores, and no spinning while it
-    waits.
-
-    Threads that spin starve everything else on the node: 5 s instead of 0.05 s where two processes
-    did so on two cores.
-    """
-    share = (os.cpu_count() or 1) // (args.num_replicas if args.num_replicas != "auto" else 1)
-    return {"OMP_NUM_THREADS": str(max(1, share)), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def _routing(args: AppArgs) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Signal:
     """What one replica tells of the last period.
 
     busy: share of time in which a round was under way. wait_ms: predicted wait of a request that
-    comes now. agents: distinct states asked about in a minute. refused: refused work, in replicas'
+    comes now. agents: states asked about again within a minute. refused: refused work, in replicas'
     worth of time.
     """
 

@@ -10,18 +10,18 @@ from router.options import CallOptions
 
 
 class DecisionClient:
-    """Decisions through the handle of the `Engine` deployment, with a deadline and one retry.
+    """Decisions through the handle of the `Engine` deployment, with a deadline.
 
-    Requests for the same state, also as it grows, go to the same replica. A replica that dies under
-    a call costs one retry on another replica; the answer is the same. Usable in any process that is
-    connected to the cluster (`ray.init("auto")`).
+    Requests for the same state, also as it grows, go to the same replica. If a replica dies under a
+    call, another one is asked, up to six in all; the answer is the same. Usable in any process that
+    is connected to the cluster (`ray.init("auto")`).
 
     session_id of a call: names its state, as `X-Session-Id` does over HTTP: at most 256 printable
     ASCII characters, else InvalidRequest. batch: it may wait for rounds with room to spare.
     """
 
     def __init__(self, app: str = "default", timeout: float = 10.0) -> None:
-        """app: name of the Serve application. timeout: seconds for a call, its retry included; at
+        """app: name of the Serve application. timeout: seconds for a call, all tries included; at
         most the engine's `max_timeout_s`.
         """
         self._handle = serve.get_deployment_handle("Engine", app_name=app).options(

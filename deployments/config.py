@@ -1,11 +1,34 @@
 """What a user may set on one app: `serve run deployments.app:build name=value ...`."""
 
-from typing import Any, Literal, Self
+import difflib
+import json
+import os
+from typing import Any, Literal, NamedTuple, Self, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from flide_engine.config import EngineConfig
 from router.auth import is_hash
+
+
+class Threads(NamedTuple):
+    """number: of threads, 0: as many as its machine has cores, divided among so many replicas."""
+
+    number: int
+    among: int
+
+    def here(self) -> int:
+        """On this machine."""
+        return self.number or max(1, len(os.sched_getaffinity(0)) // self.among)
+
 
 HandOver = Literal["auto", "always", "never"]
 
@@ -47,8 +70,8 @@ class AppArgs(BaseModel):
     agents_per_replica: int = Field(
         32,
         gt=0,
-        description="Agents (states asked about within a minute) that one engine replica is meant"
-        " for.",
+        description="Agents (states asked about again within a minute) that one engine replica is"
+        " meant for.",
     )
     handover: HandOver = Field(
         "auto",
@@ -58,8 +81,8 @@ class AppArgs(BaseModel):
     graceful_shutdown_timeout_s: float = Field(
         60.0,
         gt=0,
-        description="Seconds that a replica has to finish its requests and hand over before it is"
-        " killed.",
+        description="Seconds that a replica, also of the Gateway, has to finish its requests and"
+        " hand over before it is killed.",
     )
     gpus_per_replica: float | None = Field(
         None,
@@ -67,7 +90,10 @@ class AppArgs(BaseModel):
         description="GPUs of one engine replica; none: 1 if the cluster has a GPU, else 0.",
     )
     cpus_per_replica: float = Field(
-        1.0, ge=0, description="CPUs that Ray sets aside for a replica."
+        1.0,
+        ge=0,
+        description="CPUs that Ray sets aside for a replica; if 1 or more are given, also the"
+        " threads of its CPU kernels, which are else its machine's cores over all replicas.",
     )
     state_routing: bool = Field(
         True,
@@ -120,13 +146,20 @@ class AppArgs(BaseModel):
             return data
         flat = {k: v for k, v in data.items() if k in EngineConfig.model_fields}
         rest = {k: v for k, v in data.items() if k not in flat}
-        if not flat:
-            return data
         nested = rest.get("engine", {})
-        given = (
-            nested.model_dump(exclude_unset=True) if isinstance(nested, EngineConfig) else nested
-        )
-        return {**rest, "engine": {**given, **flat}}
+        if isinstance(nested, EngineConfig):
+            nested = nested.model_dump(exclude_unset=True)
+        if not isinstance(nested, dict) or not (given := {**nested, **flat}):
+            return data
+        return {**rest, "engine": {name: _parsed(name, value) for name, value in given.items()}}
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _near_names(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(data)
+        except ValidationError as error:
+            raise _with_near_names(error) from None
 
     @model_validator(mode="after")
     def _values_make_sense(self) -> Self:
@@ -166,6 +199,16 @@ class AppArgs(BaseModel):
         return options
 
     @property
+    def threads(self) -> Threads:
+        """How many threads the CPU kernels of a replica run on: those that are set aside for it, if
+        that was said, else its share of its machine.
+        """
+        if "cpus_per_replica" in self.model_fields_set and self.cpus_per_replica >= 1:
+            return Threads(int(self.cpus_per_replica), 1)
+        scales = self.num_replicas == "auto"
+        return Threads(0, max(1, self.min_replicas) if scales else self.most_replicas)
+
+    @property
     def stats_period_s(self) -> float:
         """Seconds between a replica's routing stats.
 
@@ -190,3 +233,29 @@ class AppArgs(BaseModel):
     def key_hashes(self) -> tuple[str, ...]:
         """The configured key hashes."""
         return tuple(h.strip() for h in self.api_key_sha256.split(",") if h.strip())
+
+
+def _parsed(name: str, value: Any) -> Any:
+    """A mapping that came as a word, which is JSON; what is none is left as it is."""
+    field = EngineConfig.model_fields.get(name)
+    if field is None or get_origin(field.annotation) is not dict or not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _with_near_names(error: ValidationError) -> ValidationError:
+    """The same faults; of an option that there is not, with the name that is nearest."""
+    names = (*AppArgs.model_fields, *EngineConfig.model_fields)
+    lines: list[InitErrorDetails] = []
+    for fault in error.errors(include_url=False):
+        kind: str | PydanticCustomError = fault["type"]
+        if kind == "extra_forbidden":
+            near = difflib.get_close_matches(str(fault["loc"][-1]), names, 1)
+            told = f"no such option; did you mean {near[0]}?" if near else "no such option"
+            kind = PydanticCustomError("no_such_option", told)
+        more = {"loc": fault["loc"], "input": fault["input"], "ctx": fault.get("ctx", {})}
+        lines.append(InitErrorDetails(type=kind, **more))  # type: ignore[typeddict-item]
+    return ValidationError.from_exception_data(error.title, lines)

@@ -9,11 +9,9 @@ import os
 import platform
 import re
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
@@ -21,20 +19,12 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from deployments.config import AppArgs
-from deployments.local import EXAMPLE, parse_args, refuse_busy_port
+from deployments.local import EXAMPLE, Words, parse_args, refuse_busy_port
+from deployments.preflight import Finding, authentication, has_only_loopback, placement
 from flide_engine.errors import FlideError
 
 PROJECT = "flide-serve"
 GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line: what was looked at, how it is, and what is wrong with it and helps."""
-
-    what: str
-    found: str
-    wrong: str = ""
 
 
 def versions() -> Iterator[Finding]:
@@ -105,38 +95,10 @@ def options(args: AppArgs) -> Iterator[Finding]:
     yield Finding("routing stats every", f"{args.stats_period_s:g} s")
 
 
-def placement(args: AppArgs, cores: int, gpus: int, joins: bool) -> Iterator[Finding]:
-    """Whether Ray finds room for the replicas on this machine.
-
-    joins: it is one of a cluster's, which may have room elsewhere.
-    """
-    most = args.max_replicas if args.num_replicas == "auto" else args.num_replicas
-    a_replica = args.gpus_per_replica
-    if a_replica is None:
-        a_replica = 1.0 if gpus else 0.0
-    cpus = most * args.cpus_per_replica + 0.1 * args.gateway_replicas
-    for kind, need, there, less in (
-        ("cpus", cpus, cores, "cpus_per_replica"),
-        ("gpus", most * a_replica, gpus, "gpus_per_replica"),
-    ):
-        short = f"fewer replicas, or a smaller {less}; or a cluster of more machines"
-        told = f"{need:g} of {there} for {most} replicas"
-        # a fleet that scales starts with fewer, and may be meant for machines that are not there
-        fits = need <= there or joins or args.num_replicas == "auto"
-        yield Finding(kind, told, "" if fits else f"Ray would not place all: {short}")
-    sharing = int(1 / a_replica) if 0 < a_replica < 1 else 1
-    if gpus and sharing * args.engine.device_share > 1:
-        yield Finding(
-            "device_share",
-            f"{sharing} replicas of {args.engine.device_share:g} of a GPU each",
-            f"at most 1/{sharing} each: device_share={1 / sharing:.3g}",
-        )
-
-
 def network(port: int, env: Mapping[str, str], alone: bool) -> Iterator[Finding]:
     """The port, who may enter the cluster, and Serve's flags.
 
-    alone: whether the machine has no network but its own loopback.
+    alone: whether nobody can reach the machine, or somebody said that this is so.
     """
     try:
         refuse_busy_port(port)
@@ -145,33 +107,6 @@ def network(port: int, env: Mapping[str, str], alone: bool) -> Iterator[Finding]
         yield Finding("port", str(port), str(refusal.code))
     yield authentication(env, alone)
     yield from proxies(env)
-
-
-def authentication(env: Mapping[str, str], alone: bool) -> Finding:
-    """Ray's token: without it whoever reaches a node can run code in the cluster."""
-    mode, what = env.get("RAY_AUTH_MODE", "").lower(), "ray auth"
-    if mode == "disabled":
-        risk = "whoever reaches this machine can run code in the cluster: RAY_AUTH_MODE=token"
-        return Finding(what, "disabled", "" if alone else risk)
-    if env.get("RAY_AUTH_TOKEN"):
-        return Finding(what, "a token, of RAY_AUTH_TOKEN")
-    path = Path(env.get("RAY_AUTH_TOKEN_PATH") or Path(env.get("HOME", "~")) / ".ray/auth_token")
-    if path.is_file():
-        more = f"others may read it: chmod 600 {path}" if _open_to_others(path) else ""
-        return Finding(what, f"a token, of {path}", more)
-    if env.get("RAY_AUTH_TOKEN_PATH"):
-        return Finding(what, "no token", f"RAY_AUTH_TOKEN_PATH={path} is not there")
-    if env.get("RAY_ADDRESS"):
-        needed = "a cluster that runs asks for its token: RAY_AUTH_TOKEN, or " + str(path)
-        return Finding(what, "no token", needed)
-    return Finding(
-        what, "no token yet; `make serve` makes one, `ray start` needs RAY_AUTH_MODE=token"
-    )
-
-
-def _open_to_others(path: Path) -> bool:
-    reached = all(parent.stat().st_mode & 0o011 for parent in path.absolute().parents)
-    return reached and bool(path.stat().st_mode & 0o044)
 
 
 def proxies(env: Mapping[str, str]) -> Iterator[Finding]:
@@ -322,11 +257,11 @@ def examine(words: list[str], show: Callable[[str], None]) -> list[Finding]:
 
     section("versions", versions)
     section("machine", machine)
-    port, args = _parsed(words, section)
-    alone = {name for _, name in socket.if_nameindex()} <= {"lo"}
+    port, parsed = _parsed(words, section)
+    alone = has_only_loopback() or (parsed is not None and parsed.insecure)
     section("network", lambda: network(port, os.environ, alone))
-    if args is not None:
-        chosen = args
+    if parsed is not None:
+        chosen = parsed.args
         section("options", lambda: options(chosen))
         joins = "RAY_ADDRESS" in os.environ
         section("room on this machine", lambda: placement(chosen, *_resources(), joins))
@@ -335,9 +270,10 @@ def examine(words: list[str], show: Callable[[str], None]) -> list[Finding]:
     return wrong
 
 
-def _parsed(words: list[str], section: Callable[..., None]) -> tuple[int, AppArgs | None]:
+def _parsed(words: list[str], section: Callable[..., None]) -> tuple[int, Words | None]:
     try:
-        return parse_args(words)
+        parsed = parse_args(words)
+        return parsed.port, parsed
     except SystemExit as refusal:
         faults = str(refusal.code).splitlines()
         section("options", lambda: [Finding("given", " ".join(words), fault) for fault in faults])

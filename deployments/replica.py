@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping
@@ -13,6 +14,7 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from deployments import logs
+from deployments.config import Threads
 from deployments.demand import Demand
 from deployments.drain import Calls, Leaving, Pace, leave, take_over
 from deployments.metrics import ReplicaMetrics
@@ -20,7 +22,7 @@ from deployments.siblings import Siblings
 from deployments.state_calls import bring_home, perform
 from flide_engine.api import DecisionRequest, DecisionResponse
 from flide_engine.config import EngineConfig
-from flide_engine.errors import FlideError, NotReady
+from flide_engine.errors import EngineStopped, FlideError, NotReady
 from router.asking import plain_error
 from router.fingerprint import Fingerprint
 from router.policy import Load
@@ -43,10 +45,14 @@ class EngineReplica:
         config: dict[str, Any],
         tenant_names: Mapping[str, str] | None = None,
         leaving: Leaving | None = None,
+        threads: Threads | None = None,
     ) -> None:
         """config: fields of EngineConfig. tenant_names: what tenants are called in metrics.
-        leaving: what becomes of its checkpoints when it goes.
+        leaving: what becomes of its checkpoints when it goes. threads: of its CPU kernels.
         """
+        self._id = _own_id()
+        if threads is not None and self._id:  # else the process is somebody's
+            os.environ["OMP_NUM_THREADS"] = str(threads.here())  # read when torch is loaded
         from flide_engine.engine import Engine  # loads torch, in the replica only
 
         logs.join()
@@ -57,8 +63,9 @@ class EngineReplica:
         self._fingerprint = fingerprint_of(self._engine)
         self._engine.fingerprint = self._fingerprint.text
         self._siblings: Siblings | None = None
+        self._making = threading.Lock()
         self._pace: Pace | None = None
-        self._id, self._receiver, self._demand = _own_id(), Receiver(), Demand()
+        self._receiver, self._demand = Receiver(), Demand()
         self._metrics = ReplicaMetrics(tenant_names or {})
         self._answered = 0
         log.info("engine %s ready in process %d", self._engine.card.name, os.getpid())
@@ -107,6 +114,7 @@ class EngineReplica:
         anchor: object = None,
         home: str = "",
         suspect: str = "",
+        retry: bool = False,
         reason: str = "",
     ) -> tuple[bytes | FlideError, str, tuple[float, ...]]:
         """As `decide`, for callers with this package: (the response's JSON, this replica's id, its
@@ -114,17 +122,20 @@ class EngineReplica:
         traceback and logged with it, which costs most when there are most of them.
 
         request: also the bytes of its JSON. suspect: what the request is called if a replica has
-        died under it (`router.suspects`); it shares no round then.
+        died under it (`router.suspects`); it shares no round then. retry: it was asked before.
+        An EngineStopped that it raises names this replica.
         """
         how = {"tenant": tenant, "name": session_id, "timeout": timeout_s, "batch": batch}
-        self._metrics.routed(reason, retry=bool(suspect))
+        self._metrics.routed(reason, retry)
+        how["alone"] = bool(suspect)
         told: bytes | FlideError
         try:
             async with self._turns.of(suspect):
-                answers = await self._decide(
-                    request, {**how, "alone": bool(suspect)}, (route, anchor, home)
-                )
+                answers = await self._decide(request, how, (route, anchor, home))
             told = answers.model_dump_json().encode()
+        except EngineStopped as error:
+            log.error("not answered: %s", error)
+            told = EngineStopped(error.cause, error.running, self._id)
         except FlideError as error:
             log.info("not answered: %s: %s", type(error).__name__, error)
             told = error.with_traceback(None)
@@ -250,9 +261,12 @@ class EngineReplica:
         }
 
     async def describe(self) -> dict[str, str]:
-        """Name, description and release date of the model, weights hash and versions."""
+        """Name, description and release date of the model, weights hash and versions. Raises
+        NotReady if nothing can be answered here.
+        """
         import torch
 
+        self._check_alive()
         card = self._engine.card
         return {
             "name": card.name,
@@ -260,7 +274,7 @@ class EngineReplica:
             "release_date": card.release_date,
             "weights_hash": self._engine.weights_hash,
             "fingerprint": self._fingerprint.text,
-            "device": "cuda" if torch.cuda.is_available() else "cpu",
+            "device": self._engine.device,
             "torch": torch.__version__,
             "version": version("flide-serve"),
         }
@@ -273,17 +287,26 @@ class EngineReplica:
         """Called by Serve; a replica whose engine thread has stopped is replaced, and one that
         promises its fleet's bits and has others.
         """
-        if not self._engine.is_alive():
-            raise NotReady("the engine's thread has stopped")
+        self._check_alive()
         if not self._fingerprint.strict or not self._id:
             return
         if reason := (await self._own_siblings()).against_me():
             raise NotReady(f"deterministic=True, and {reason}")
 
+    def _check_alive(self) -> None:
+        if not self._engine.is_alive():
+            raise NotReady("the engine's thread has stopped, or its round is stuck")
+
     async def _own_siblings(self) -> Siblings:
-        if self._siblings is None:
-            self._siblings = await asyncio.to_thread(Siblings)
-        return self._siblings
+        if self._siblings is not None:
+            return self._siblings
+        return await asyncio.to_thread(self._made_siblings)
+
+    def _made_siblings(self) -> Siblings:
+        with self._making:
+            if self._siblings is None:
+                self._siblings = Siblings()
+            return self._siblings
 
     def __del__(self) -> Coroutine[Any, Any, None] | None:
         """Called by Serve, which awaits the result, when this replica is to go and has nothing in

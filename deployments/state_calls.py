@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from deployments.drain import BYTES_PER_TOKEN, Pace, give_to, hand_over
 from deployments.siblings import Siblings
+from flide_engine.errors import Fault, InvalidRequest
+from router.asking import unless_cancelled
 from router.routing_key import anchor_key
 from router.states import StateCall, Told, grouped
 
@@ -19,7 +21,8 @@ HOME_WITHIN_S = 5.0
 def perform(engine: "Engine", call: StateCall, replica: str) -> Told:
     """Does it, and says what came of it; blocks until the engine is between two rounds.
 
-    replica: its id. Raises NotReady if the engine is closed, TooMuchPinned, TooManyBranches.
+    replica: its id. Raises NotReady if the engine is closed, InvalidRequest for an empty id,
+    TooMuchPinned, TooManyBranches.
     """
     tenant, name = call.tenant, call.id
     if call.operation == "list":
@@ -28,6 +31,9 @@ def perform(engine: "Engine", call: StateCall, replica: str) -> Told:
         for state in some:  # a long trajectory has hundreds, and a gRPC message 4 MB at most
             state.steps = {max(state.steps): state.whole()}
         return Told(replica, tuple(some))
+    if not name:  # to the engine it would be every state of the tenant
+        message = f"{call.operation} is of one state; its id is empty"
+        raise InvalidRequest((Fault(("path", "id"), message, "session_id_invalid"),))
     copies = engine.states(tenant, name)
     found = len(copies)
     if not copies or call.operation == "inspect":
@@ -64,7 +70,7 @@ async def bring_home(
     route = tuple(anchor_key(call.anchor, call.tenant, int(BYTES_PER_TOKEN * tokens)))
     if not await siblings.exist(HOME_WITHIN_S):
         return "failed"
-    asked = siblings.handle.owner.remote(route=route)
+    asked = unless_cancelled(siblings.handle.owner.remote(route=route))
     if await asyncio.wait_for(asked, deadline - time.monotonic()) == replica:
         return "home"
     branches = [

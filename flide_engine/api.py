@@ -8,7 +8,7 @@ missing, mistyped and out-of-range ones are refused.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 Entry = str | dict[str, Any] | list[Any] | None
 """A text on the wire: a string, or structured data (an object or an array), or null."""
@@ -48,7 +48,7 @@ class Choice(_Wire):
 
     type: Literal["choice"] = "choice"
     instructions: Entry = None
-    criteria: dict[str, Entry]
+    criteria: Annotated[dict[str, Entry], FailFast()]  # or a body could hold a million faults
 
     @model_validator(mode="after")
     def _options_in_range(self) -> "Choice":
@@ -64,7 +64,7 @@ class Score(_Wire):
 
     type: Literal["score"] = "score"
     instructions: Entry = None
-    criteria: list[Entry]
+    criteria: Annotated[list[Entry], FailFast()]
 
     @model_validator(mode="after")
     def _levels_in_range(self) -> "Score":
@@ -82,7 +82,7 @@ class DecisionRequest(_Wire):
     """One state and the questions about it; `model` None takes whatever is served."""
 
     state: str | dict[str, Any] | list[Any]
-    questions: dict[str, Question] = Field(min_length=1)
+    questions: Annotated[dict[str, Question], FailFast()] = Field(min_length=1)
     model: str | None = None
     assets: dict[str, Any] | None = None
 

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import replace
@@ -99,6 +99,8 @@ class Engine(StateOperations):
         executor = executor_for(model, pool, kernels, device, config.max_round_tokens)
         self.fingerprint = ""
         """What answers carry as `x_fingerprint`."""
+        self.device = device.type
+        """"cpu" or "cuda"."""
         self.stack = f"{stack_of(device)}, {dtype}, {config.kernels} kernels"
         if before is not None and (after := Card.of(device)) is not None:
             memory.check_work(before, after)
@@ -117,15 +119,7 @@ class Engine(StateOperations):
         runner = Runner(executor, pool, config.fork)
         self._loop = RoundLoop(
             runner,
-            Scheduler(
-                config.max_round_tokens,
-                config.max_queued_tokens,
-                measured(runner, config, device.type),
-                bucket_of=executor.bucket_of,
-                max_queue_ms=config.max_queue_ms,
-                batch_age_s=config.batch_age_s,
-                weights=config.tenant_weights,
-            ),
+            _scheduler(config, measured(runner, config, device.type), executor.bucket_of),
             self._checkpoints,
             config.max_round_tokens,
             clock,
@@ -245,7 +239,8 @@ class Engine(StateOperations):
     def _render(self, request: DecisionRequest | dict[str, Any] | bytes, asked: Submission) -> None:
         try:
             if not asked.future.cancelled():
-                typed = parse_request(request, self.config.max_decoded_bytes)
+                config = self.config
+                typed = parse_request(request, config.max_decoded_bytes, config.max_questions)
                 rendered = self._prepare(typed, asked.tenant)
                 keys = grain_keys(rendered.prompts[0][: rendered.state_tokens])
                 work = RequestWork.of(asked, rendered, keys)
@@ -309,3 +304,17 @@ class Engine(StateOperations):
             return
         if work.future.set_running_or_notify_cancel():
             work.future.set_result(response)
+
+
+def _scheduler(
+    config: EngineConfig, table: Mapping[int, float] | None, bucket_of: Callable[[int], int]
+) -> Scheduler[RequestWork]:
+    return Scheduler(
+        config.max_round_tokens,
+        config.max_queued_tokens,
+        table,
+        bucket_of=bucket_of,
+        max_queue_ms=config.max_queue_ms,
+        batch_age_s=config.batch_age_s,
+        weights=config.tenant_weights,
+    )

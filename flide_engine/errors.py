@@ -32,8 +32,14 @@ statuses.
 Each class passes all its arguments to the base constructor: errors cross processes by pickle.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
+
+MOST_FAULTS = 20
+"""Faults of one request that are told."""
+
+_MOST_CHARS = 300
 
 
 class FlideError(Exception):
@@ -65,6 +71,12 @@ class InvalidRequest(RequestError):
     def __init__(self, faults: tuple[Fault, ...]) -> None:
         super().__init__(faults)
         self.faults = faults
+
+    @property
+    def kinds(self) -> str:
+        """How many faults of which kind, for logs: what was asked is not theirs to tell."""
+        counts = Counter(fault.type for fault in self.faults)
+        return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
     def __str__(self) -> str:
         return "; ".join(f"{'.'.join(map(str, f.loc))}: {f.msg}" for f in self.faults)
@@ -114,7 +126,7 @@ class UnknownModel(RequestError):
         self.model, self.served = model, served
 
     def __str__(self) -> str:
-        return f"unknown model {self.model!r}; served here: {', '.join(self.served)}"
+        return f"unknown model {_cut(self.model)!r}; served here: {', '.join(self.served)}"
 
 
 class UnknownState(RequestError):
@@ -232,14 +244,15 @@ class NotReady(UnavailableError):
 
 
 class EngineStopped(UnavailableError):
-    """The engine ended while it had the request: another one may answer it.
+    """The engine ended while it had the request, or before: another one may answer it.
 
-    running: whether the request was in the round that it ended with, or only waited.
+    running: whether the request was in the round that it ended with, or only waited. replica: the
+    id of the one whose engine it was, "" where that is not known.
     """
 
-    def __init__(self, cause: str, running: bool = True) -> None:
-        super().__init__(cause, running)
-        self.cause, self.running = cause, running
+    def __init__(self, cause: str, running: bool = True, replica: str = "") -> None:
+        super().__init__(cause, running, replica)
+        self.cause, self.running, self.replica = cause, running, replica
 
     def __str__(self) -> str:
         return f"the engine stopped: {self.cause}"
@@ -345,6 +358,19 @@ class WeightsError(SetupError):
 
 def as_faults(errors: list[Any], prefix: tuple[str | int, ...] = ()) -> tuple[Fault, ...]:
     """pydantic's error list (`ValidationError.errors()`) as faults, each location under
-    `prefix`.
+    `prefix`: the first `MOST_FAULTS`, with names and messages cut, as both repeat what was sent.
     """
-    return tuple(Fault((*prefix, *e["loc"]), str(e["msg"]), str(e["type"])) for e in errors)
+    found = [
+        Fault((*prefix, *map(_cut, e["loc"])), str(_cut(e["msg"])), str(e["type"]))
+        for e in errors[:MOST_FAULTS]
+    ]
+    if len(errors) > MOST_FAULTS:
+        more = f"there are more faults than these {MOST_FAULTS}"
+        found.append(Fault(prefix, more, "too_many_faults"))
+    return tuple(found)
+
+
+def _cut(part: str | int) -> str | int:
+    if isinstance(part, int) or len(part) <= _MOST_CHARS:
+        return part
+    return f"{part[:_MOST_CHARS]}... ({len(part)} characters)"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from flide_engine.api import Choice, DecisionRequest
 from flide_engine.config import EngineConfig
 from flide_engine.errors import Fault, InvalidRequest, TooManyTokens
+from flide_engine.wire import check_number
 
 if TYPE_CHECKING:  # a Gateway checks timeouts, and has no use for arrays
     from flide_engine.families.base import Rendered
@@ -33,10 +34,7 @@ def seconds_allowed(timeout: float | None, most: float, loc: tuple[str, ...]) ->
 
 def check_questions(request: DecisionRequest, config: EngineConfig) -> None:
     """Raises InvalidRequest for too many questions, or options of one."""
-    count = len(request.questions)
-    if count > config.max_questions:
-        msg = f"{count} questions; the limit is {config.max_questions} (max_questions)"
-        raise InvalidRequest((Fault(("body", "questions"), msg, "too_long"),))
+    check_number(len(request.questions), config.max_questions)
     for name, question in request.questions.items():
         if isinstance(question, Choice) and len(question.criteria) > config.max_options:
             msg = (

@@ -58,6 +58,7 @@ class RoundLoop:
         self._round_tokens, self._clock, self._done = round_tokens, clock, done
         self._changed = threading.Condition()
         self._closed = False
+        self._late: FlideError = NotReady("the engine is closed")  # for who comes then
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._under_way: Round | None = None
         self._taken: list[RequestWork] = []  # of the rounds at hand
@@ -92,22 +93,23 @@ class RoundLoop:
             return self._scheduler.load(self._clock())
 
     def add(self, work: RequestWork, batch: bool = False) -> None:
-        """Queues work. Raises NotReady once closed, Overloaded if too much waits.
+        """Queues work. Raises NotReady once closed, EngineStopped after a fault, Overloaded if too
+        much waits.
 
         batch: it may wait for rounds with room to spare.
         """
         with self._changed:
             if self._closed:
-                raise NotReady("the engine is closed")
+                raise self._late.with_traceback(None)
             self._scheduler.add(work, self._clock(), batch)
             self._changed.notify_all()
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Runs a function on the loop's thread, between two rounds, and returns its result."""
+        """What a function returns on the loop's thread between two rounds. Raises as `add` does."""
         future: Future[Any] = Future()
         with self._changed:
             if self._closed:
-                raise NotReady("the engine is closed")
+                raise self._late.with_traceback(None)
             self._calls.append((function, future))
             self._changed.notify_all()
         return future.result()
@@ -124,8 +126,7 @@ class RoundLoop:
         self._thread.join()
 
     def _run(self) -> None:
-        error: BaseException = NotReady("the engine is closed")
-        waits = error
+        error = waits = self._late
         try:
             self._serve()
         except BaseException as fault:
@@ -133,7 +134,7 @@ class RoundLoop:
             cause = f"{type(fault).__name__}: {fault}"
             error, waits = EngineStopped(cause), EngineStopped(cause, running=False)
         with self._changed:
-            self._closed = True
+            self._closed, self._late = True, waits
             waiting, calls = self._scheduler.drain(), self._calls
         for works, told in ((self._taken, error), (waiting, waits)):
             for work in works:
@@ -264,9 +265,7 @@ class RoundLoop:
         return Round(works, pieces, places, started, tokens, began)
 
     def _start_with_room(self, jobs: Sequence[Job], asked: Asked) -> Started:
-        """Starts jobs, giving up checkpoints if the pool is full. Raises PoolExhausted if it stays
-        so.
-        """
+        """Starts jobs, giving up checkpoints for room. Raises PoolExhausted if too few can be."""
         while True:
             try:
                 return self._runner.start(jobs, asked)

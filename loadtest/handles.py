@@ -27,7 +27,7 @@ class HandleTransport:
     """Requests straight to an engine replica."""
 
     def __init__(self, app: str, timeout_s: float) -> None:
-        """app: name of the Serve application. timeout_s: for one request, its retry included."""
+        """app: name of the Serve application. timeout_s: for one request, all tries included."""
         self._client = DecisionClient(app, timeout_s)
 
     async def send(self, request: Request) -> Reply:

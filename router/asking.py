@@ -1,5 +1,5 @@
-"""One decision through an engine handle, with its routing key and one retry: what the Gateway and
-`DecisionClient` share. Imports no torch.
+"""One decision through an engine handle, with its routing key, asked again where replicas die: what
+the Gateway and `DecisionClient` share. Imports no torch.
 """
 
 import asyncio
@@ -7,11 +7,15 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
-from ray.serve.exceptions import BackPressureError, RequestCancelledError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    RequestCancelledError,
+)
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from flide_engine.api import DecisionRequest, DecisionResponse
@@ -19,6 +23,7 @@ from flide_engine.errors import (
     DeadlineExceeded,
     EngineStopped,
     FlideError,
+    NotReady,
     Overloaded,
     RequestError,
 )
@@ -29,6 +34,7 @@ from router.options import CallOptions
 from router.quarantine import Quarantine
 from router.routing_key import route_key
 from router.session_id import check_session_id
+from router.suspects import SETTLED_WITHIN_S
 from router.waking import cheap_call, waking_of
 
 log = logging.getLogger("ray.serve")
@@ -47,8 +53,8 @@ class Call:
     """One decision, asked again if a replica dies under it, within its time.
 
     Decisions change nothing, so asking twice is safe. After the first death it is a suspect: asked
-    alone, until it is answered, or a replica dies while it runs there. Raises InvalidRequest for a
-    request that is no JSON, or a bad session id.
+    alone, until it is answered, or a replica dies while it runs there; unless it is known to have
+    only waited. Raises InvalidRequest for a request that is no JSON, or a bad session id.
     """
 
     TRIES = 6
@@ -76,6 +82,7 @@ class Call:
             "batch": options.batch,
         }
         self._handle, self._request = handle, request
+        self._known = shared(handle.app_name, handle.deployment_name)
         self._failures, self._suspect = 0, ""
         self._seconds = options.timeout_s
         self._until = None if self._seconds is None else time.monotonic() + self._seconds
@@ -98,7 +105,11 @@ class Call:
 
     def send(self) -> DeploymentResponse:
         """A try."""
-        more = {**self._more, "suspect": self._suspect} if self._suspect else self._more
+        more = dict(self._more)
+        if self._failures:
+            more["retry"] = True
+        if self._suspect:
+            more["suspect"] = self._suspect
         return self._handle.decide_with_load.remote(self._body, timeout_s=self.left_s, **more)
 
     def answer(self, told: tuple[bytes | FlideError, str, tuple[float, ...]]) -> DecisionResponse:
@@ -107,8 +118,7 @@ class Call:
         Raises the error that it returned instead.
         """
         answers, replica, load = told
-        known = shared(self._handle.app_name, self._handle.deployment_name)
-        known.board.answered(replica, load, time.monotonic())
+        self._known.board.answered(replica, load, time.monotonic())
         if isinstance(answers, FlideError):
             raise answers
         return DecisionResponse.model_validate_json(answers)
@@ -119,23 +129,40 @@ class Call:
         """
         ours = own_error(error)
         if not isinstance(ours, (RayActorError, EngineStopped)):
+            self.ended()
             raise ours from None
         self._failures += 1
         log.warning("a replica died under the request: %s", ours)
+        if isinstance(ours, EngineStopped) and ours.replica:
+            self._known.stopped.add(ours.replica)  # or the next try would go there again
         if self._suspect and self._is_to_blame(ours):
             log.error("so did another, and it is to blame; it is refused from now on")
             raise _quarantine.put(self._request) from None
         _quarantine.check_with_others(self._request)  # it may have cost two replicas elsewhere
         if self._failures == self.TRIES:
+            self.ended()
             cause = f"{self.TRIES} replicas could not answer, the last one: {ours}"
             raise EngineStopped(cause) from None
-        self._suspect = self._suspect or uuid.uuid4().hex
+        if not isinstance(ours, EngineStopped) or ours.running:
+            self._suspect = self._suspect or uuid.uuid4().hex
 
     def _is_to_blame(self, error: Exception) -> bool:
         """Whether a replica has died while this ran there, and no other suspect."""
         if isinstance(error, EngineStopped):
             return error.running
-        return suspects.killed(self._suspect)
+        left = self.left_s
+        within_s = SETTLED_WITHIN_S if left is None else min(SETTLED_WITHIN_S, left)
+        return suspects.killed(self._suspect, within_s)
+
+    def ended(self) -> None:
+        """It is not answered: a replica that died may have left its mark. Blocks for a millisecond
+        if it was a suspect.
+        """
+        if self._suspect:
+            try:
+                suspects.end(self._suspect)
+            except Exception:
+                log.exception("the mark of a suspect is left in the cluster's store")
 
     def late(self) -> DeadlineExceeded:
         """The error of a call whose time is over."""
@@ -160,14 +187,22 @@ async def ask(
         response = call.send()
         try:
             async with asyncio.timeout(call.left_s):
-                return call.answer(await _unless_cancelled(response))
+                return call.answer(await unless_cancelled(response))
         except TimeoutError:
+            _in_background(call.ended)
             raise call.late() from None
+        except asyncio.CancelledError:
+            _in_background(call.ended)
+            raise
         except Exception as error:
             await asyncio.to_thread(call.failed, error)
 
 
-async def _unless_cancelled(response: DeploymentResponse) -> Any:
+def _in_background(work: Callable[[], None]) -> None:
+    asyncio.get_running_loop().run_in_executor(None, work)
+
+
+async def unless_cancelled(response: DeploymentResponse) -> Any:
     """What a call returns; it is cancelled with the one who waits for it, which Serve's own wait
     would not do.
     """
@@ -183,7 +218,7 @@ def ask_within(
     request: DecisionRequest | dict[str, Any],
     options: CallOptions,
 ) -> DecisionResponse:
-    """The answers, without an event loop, both tries within the time of the options. Raises the
+    """The answers, without an event loop, all tries within the time of the options. Raises the
     error tree.
     """
     call = Call(handle, request, options)
@@ -196,17 +231,23 @@ def ask_within(
             return call.answer(response.result(timeout_s=call.left_s))
         except TimeoutError:
             response.cancel()
+            call.ended()
             raise call.late() from None
         except Exception as error:
             call.failed(error)
 
 
 def own_error(error: BaseException) -> BaseException:
-    """The error of ours inside what a handle raises; Serve's refusal becomes Overloaded."""
+    """The error of ours inside what a handle raises; Serve's refusal becomes Overloaded, and a
+    deployment that could not be started is NotReady.
+    """
     if isinstance(error, RayTaskError) and isinstance(error.cause, FlideError):
         return error.cause
     if isinstance(error, BackPressureError):
-        return Overloaded(0, "requests", 0, "max_queued_requests", 500)
+        waiting, most, *_ = error.args
+        return Overloaded(waiting, "requests", most, "Serve's max_queued_requests", 500)
+    if isinstance(error, DeploymentUnavailableError):
+        return NotReady("no engine replica could be started; the log of deployment Engine says why")
     return error
 
 

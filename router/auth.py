@@ -63,8 +63,11 @@ class _File(BaseModel):
 class Keys:
     """Keys that are known, by hash; none: no key is needed."""
 
-    def __init__(self, hashes: Iterable[str] = ()) -> None:
-        """hashes: of keys that stand for a tenant without a name or quotas each."""
+    def __init__(self, hashes: Iterable[str] = (), needed: bool = False) -> None:
+        """hashes: of keys that stand for a tenant without a name or quotas each. needed: whether
+        there are more to be read, without which nobody may be let in.
+        """
+        self._needed = needed
         self._plain = {digest: Tenant(digest) for digest in hashes}
         self._known = dict(self._plain)
         self._source = ""
@@ -75,10 +78,15 @@ class Keys:
     def load(self, source: str) -> None:
         """Reads tenants anew from a file, or from an environment variable (`env:NAME`); "": none.
 
-        Raises ConfigError, with what was known before still in force.
+        Raises ConfigError, with what was known before still in force; also if keys were known or
+        are needed, and none would be.
         """
-        self._known = self._plain | (read_tenants(source) if source else {})
-        self._source = source
+        if not isinstance(source, str):
+            raise ConfigError(f"api_keys is a {type(source).__name__}, not a text")
+        found = self._plain | (read_tenants(source) if source else {})
+        if not found and (self._needed or self._known):
+            raise ConfigError("api_keys is empty, which would let everybody in")
+        self._known, self._source = found, source
 
     def reload(self, source: str | None = None) -> None:
         """Reads tenants anew, from another source if one is named.

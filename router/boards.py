@@ -39,18 +39,19 @@ class Members:
 class Shared(NamedTuple):
     """board: predicted waits, which callers write and routers read; reasons: why replicas were
     chosen; members: how many there are; odd: replicas whose bits are not their fleet's, with the
-    reason.
+    reason; stopped: replicas whose engine has ended, which callers write: it is not started again.
     """
 
     board: Board
     reasons: Reasons
     members: Members
     odd: dict[str, str]
+    stopped: set[str]
 
 
 def nothing_shared() -> Shared:
     """What is known of a deployment at first."""
-    return Shared(Board(), Reasons(), Members(), {})
+    return Shared(Board(), Reasons(), Members(), {}, set())
 
 
 _shared: dict[tuple[str, str], Shared] = {}

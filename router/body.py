@@ -20,10 +20,15 @@ class ClientLeft(Exception):
     """The client closed the connection before its body was complete; there is nobody to answer."""
 
 
-async def read_body(receive: Receive, declared: int | None, limit: int) -> bytes:
-    """The body of an ASGI request. Raises BodyTooLarge before more than `limit` bytes are kept."""
+async def read_body(
+    receive: Receive, declared: int | None, limit: int, option: str = "max_body_bytes"
+) -> bytes:
+    """The body of an ASGI request. Raises BodyTooLarge before more than `limit` bytes are kept.
+
+    option: whose limit it is.
+    """
     if declared is not None and declared > limit:
-        raise BodyTooLarge(limit, "max_body_bytes")
+        raise BodyTooLarge(limit, option)
     parts: list[bytes] = []
     size = 0
     while True:
@@ -33,13 +38,13 @@ async def read_body(receive: Receive, declared: int | None, limit: int) -> bytes
         part = message.get("body", b"")
         size += len(part)
         if size > limit:
-            raise BodyTooLarge(limit, "max_body_bytes")
+            raise BodyTooLarge(limit, option)
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
 
 
-def decode_body(body: bytes, encoding: str, limit: int) -> bytes:
+def decode_body(body: bytes, encoding: str, limit: int, option: str = "max_decoded_bytes") -> bytes:
     """The body without its content encoding: none or zstd.
 
     Raises UnsupportedEncoding for any other, or for several; BodyTooLarge if it decodes to more
@@ -48,7 +53,7 @@ def decode_body(body: bytes, encoding: str, limit: int) -> bytes:
     name = encoding.strip().lower()
     if name in ("", "identity"):
         if len(body) > limit:
-            raise BodyTooLarge(limit, "max_decoded_bytes")
+            raise BodyTooLarge(limit, option)
         return body
     if name != "zstd":
         raise UnsupportedEncoding(encoding[:80], "identity, zstd")
@@ -62,5 +67,5 @@ def decode_body(body: bytes, encoding: str, limit: int) -> bytes:
             (Fault(("body",), f"not a zstd body: {error}", "zstd_invalid"),)
         ) from None
     if len(decoded) > limit:
-        raise BodyTooLarge(limit, "max_decoded_bytes")
+        raise BodyTooLarge(limit, option)
     return decoded

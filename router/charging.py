@@ -82,7 +82,7 @@ class Charges:
         self._waiting: dict[str, Amounts] = {}
         self._asking: dict[str, asyncio.Future[None]] = {}
         self._tidying: asyncio.Task[None] | None = None
-        self._is_alone = False
+        self._is_alone, self._tells = False, True
 
     def charge(self, tenant: Tenant, size: int) -> Charge:
         """The charge of a request whose body has so many bytes."""
@@ -161,7 +161,7 @@ class Charges:
         """
         while any(any(purse.held.values()) for purse in self._purses.values()):
             await asyncio.sleep(1.0)
-            for name, purse in self._purses.items():
+            for name, purse in list(self._purses.items()):  # others come while one is told
                 if not (found := purse.surplus(self._clock())):
                     continue
                 try:
@@ -169,8 +169,12 @@ class Charges:
                         self._own.give_back(name, found)
                     else:
                         await asyncio.wait_for(self._book.give_back(name, found), WITHIN_S)
+                    self._tells = True
                 except Exception as error:
-                    log.warning("the ledger was not told of %s: %r", name, error)
+                    purse.settle(found)  # to be told again, or a debt would be forgiven
+                    if self._tells:
+                        log.warning("the ledger was not told of %s: %r", name, error)
+                    self._tells = False
 
 
 def rates_of(tenant: Tenant) -> dict[str, float]:

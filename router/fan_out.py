@@ -35,6 +35,8 @@ async def ask_all(handle: DeploymentHandle, method: str, *args: Any, seconds: fl
         calls = await asyncio.wait_for(response._fetch_replica_results_async(), REPLICAS_WITHIN_S)
     except (TimeoutError, DeploymentUnavailableError):
         raise NotReady("no engine replica is ready") from None
+    if not calls:
+        raise NotReady("no engine replica is ready")
     tasks = [asyncio.ensure_future(call.get_async()) for call in calls]
     try:
         await asyncio.wait(tasks, timeout=seconds)

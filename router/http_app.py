@@ -77,7 +77,7 @@ class HttpApp:
         self._charges = charges or Charges(None)
         self._states = StateRoutes(decider, limits.max_body_bytes)
         self._page, self._page_headers = page()
-        self._document = document(asdict(limits))
+        self._document = document({k: v for k, v in asdict(limits).items() if v is not None})
         self._routes: dict[
             str, tuple[str, Callable[[Scope, Receive], Awaitable[tuple[int, Any]]]]
         ] = {
@@ -133,7 +133,10 @@ class HttpApp:
         path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
         if is_ours(path):
             tenant = self._tenant(dict(scope["headers"]))
-            return await self._states(scope, receive, tenant.name)
+            async with self._charges.charge(tenant, 0) as charge:
+                answer = await self._states(scope, receive, tenant.name)
+                charge.answered(0)
+            return answer
         if path not in self._routes:
             return 404, _detail("not_found", f"no such path: {path[:200]}"), []
         method, handler = self._routes[path]
@@ -160,7 +163,7 @@ class HttpApp:
         trip.passed("read")
         async with self._charges.charge(tenant, len(body)) as charge:
             trip.passed("charge")
-            request = from_json(body)
+            request = from_json(body, self._limits.max_questions)
             trip.passed("parse")
             left = replace(options, timeout_s=max(0.0, until - time.monotonic()))
             answers = await self._decider.decide(request, body, left)

@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from flide_engine.api import DecisionRequest, DecisionResponse
 from flide_engine.errors import FlideError, NotReady
 from flide_engine.limits import seconds_allowed
-from router.asking import ask, own_error, plain_error
+from router.asking import ask, own_error, plain_error, unless_cancelled
 from router.auth import Keys
 from router.charging import Charges
 from router.fan_out import ask_all
@@ -48,12 +48,12 @@ class Gateway:
         observer: Callable[[], Observer] | None = None,
     ) -> None:
         """key_hashes: of keys without quotas. gateways: how many of these there are. has_ledger:
-        whether the deployment keeps a ledger of quotas for them. observer: makes what is told of
-        requests, in this process.
+        whether the deployment has keys with quotas, and a ledger of these. observer: makes what is
+        told of requests, in this process.
         """
         # gRPC between replicas costs half of an actor call: 1.7 against 3.2 CPU-ms (Ray 2.60)
         self._engine = engine.options(_by_reference=False)
-        self._limits, self._keys = limits, Keys(key_hashes)
+        self._limits, self._keys = limits, Keys(key_hashes, needed=has_ledger)
         self._charges = Charges(RemoteLedger() if has_ledger else None, gateways)
         self._described: dict[str, str] | None = None
         in_a_line()
@@ -154,12 +154,19 @@ class Gateway:
         await self._check_awake()
         try:
             response = self._engine.describe.remote()
-            self._described = await asyncio.wait_for(response, READY_WITHIN_S)
+            waiting = unless_cancelled(response)
+            self._described = await asyncio.wait_for(waiting, READY_WITHIN_S)
         except (TimeoutError, RayActorError):
-            response.cancel()
             raise NotReady("no engine replica is ready") from None
         except Exception as error:
-            raise own_error(error) from None
+            ours = own_error(error)
+            if not isinstance(ours, NotReady):
+                raise ours from None
+            # an engine that ended in one replica is not all there is
+            answers, _ = await ask_all(self._engine, "describe", seconds=READY_WITHIN_S)
+            if not answers:
+                raise ours from None
+            self._described = answers[0]
         assert self._described is not None
         return self._described
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
-from flide_engine.errors import FlideError, RequestError
+from flide_engine.errors import FlideError, InvalidRequest, RequestError
 from router.body import ClientLeft
 from router.tracing import record_stages
 
@@ -68,7 +68,9 @@ class Trip:
         self.outcome = ANSWERED if error is None else outcome_of(error)
         if error is not None:
             level = logging.INFO if isinstance(error, RequestError) else logging.WARNING
-            log.log(level, "not answered: %s: %s", self.outcome, error)
+            # what is wrong with a request may repeat what it asks
+            told = error.kinds if isinstance(error, InvalidRequest) else error
+            log.log(level, "not answered: %s: %s", self.outcome, told)
 
 
 class Observer(Protocol):

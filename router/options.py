@@ -20,13 +20,14 @@ _MILLISECONDS = re.compile(r"[0-9]{1,12}")
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """What the HTTP surface checks itself: bytes of a body before and after decoding, and seconds
-    that a request may ask for.
+    """What the HTTP surface checks itself: bytes of a body before and after decoding, seconds that
+    a request may ask for, and its questions (None: the engine alone checks their number).
     """
 
     max_body_bytes: int
     max_decoded_bytes: int
     max_timeout_s: float
+    max_questions: int | None = None
 
 
 @dataclass(frozen=True)

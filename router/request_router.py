@@ -134,12 +134,24 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         # or Serve would ask again at once and without end while all are full
         pending_request.routing_context.should_backoff = True
         try:
+            if self._shared.stopped:
+                candidate_replicas = self._without_stopped(candidate_replicas)
             return [*self._ranked(pending_request), candidate_replicas]
         except Exception:
             # raised here, it would leave the caller waiting to its timeout
             message = "routing failed; the least loaded replica is used"
             log.exception(message, extra=_about(pending_request))
             return [candidate_replicas]
+
+    def _without_stopped(self, candidates: list[RunningReplica]) -> list[RunningReplica]:
+        """Takes those whose engine has ended for dead, though the controller lists them still."""
+        live = []
+        for replica in candidates:
+            if replica.replica_id.unique_id in self._shared.stopped:
+                self.on_replica_actor_died(replica.replica_id)
+            else:
+                live.append(replica)
+        return live
 
     def _ranked(self, request: PendingRequest) -> list[list[RunningReplica]]:
         method, now = request.metadata.call_method, time.monotonic()

@@ -9,6 +9,7 @@ POST   /v1/states/{id}/rollback       {"tokens": step}: forgets what came after
 POST   /v1/states/{id}/branch         {"name": id, "tokens": step}: a second state that begins alike
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any, Protocol, TypeVar
 from urllib.parse import parse_qsl, quote, unquote
@@ -16,7 +17,7 @@ from urllib.parse import parse_qsl, quote, unquote
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from flide_engine.errors import Fault, InvalidRequest, UnknownState, as_faults
+from flide_engine.errors import DeadlineExceeded, Fault, InvalidRequest, UnknownState, as_faults
 from router.body import Receive, decode_body, read_body
 from router.routing_key import anchor_text, session_entry
 from router.session_id import check_session_id
@@ -25,6 +26,12 @@ from router.states import Operation, StateCall, Told, merged
 PATH = "/v1/states"
 LISTED, MOST_LISTED = 100, 1000
 """States of one page, and how many may be asked for."""
+
+BODY_WITHIN_S = 10.0
+"""Seconds in which a body has to arrive."""
+
+MOST_BODY = 16 << 10
+"""Bytes of a body: a name of 256 characters and a number, however they are escaped."""
 
 ACTIONS: tuple[Operation, ...] = ("pin", "unpin", "snapshot", "rollback", "branch")
 
@@ -75,12 +82,14 @@ class StateRoutes:
     """The routes over a `Keeper`."""
 
     def __init__(self, keeper: Keeper, max_body_bytes: int) -> None:
-        self._keeper, self._limit = keeper, max_body_bytes
+        self._keeper, self._limit = keeper, min(max_body_bytes, MOST_BODY)
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, tenant: str) -> Answer:
         """(status, body, further headers). Raises a FlideError."""
         method, parts = scope["method"], _parts(scope)
-        if len(parts) > 2 or (len(parts) == 2 and parts[1] not in ACTIONS):
+        known = len(parts) < 2 or (len(parts) == 2 and parts[1] in ACTIONS)
+        # an empty id is no path, as to an engine it means every state of the tenant
+        if not known or (parts and not parts[0]):
             message = f"no such path: {scope['path'][:200]}"
             return 404, {"detail": {"error_type": "not_found", "message": message}}, []
         allowed = ("GET",), ("GET", "DELETE"), ("POST",)
@@ -173,13 +182,19 @@ def _parts(scope: dict[str, Any]) -> list[str]:
 
 
 async def _json(scope: dict[str, Any], receive: Receive, limit: int) -> Any:
-    """The body. Raises InvalidRequest if it is no JSON."""
+    """The body. Raises InvalidRequest if it is no JSON, DeadlineExceeded if it does not come."""
     headers = dict(scope["headers"])
     length = headers.get(b"content-length", b"")
-    body = await read_body(receive, int(length) if length.isdigit() else None, limit)
+    declared = int(length) if length.isdigit() else None
+    option = "of an operation on a state"
+    try:
+        async with asyncio.timeout(BODY_WITHIN_S):
+            body = await read_body(receive, declared, limit, option)
+    except TimeoutError:
+        raise DeadlineExceeded(BODY_WITHIN_S) from None
     encoding = headers.get(b"content-encoding", b"").decode("latin-1")
     try:
-        return orjson.loads(decode_body(body, encoding, limit))
+        return orjson.loads(decode_body(body, encoding, limit, option))
     except orjson.JSONDecodeError as error:
         raise InvalidRequest((Fault(("body", error.pos), error.msg, "json_invalid"),)) from None
 

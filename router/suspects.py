@@ -10,7 +10,7 @@ blame.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import ray
 from ray.experimental import internal_kv
@@ -35,11 +35,19 @@ class Turns:
             yield
             return
         async with self._turn:
-            await asyncio.to_thread(begin, suspect)
+            marking = asyncio.ensure_future(asyncio.to_thread(begin, suspect))
             try:
+                await asyncio.shield(marking)
                 yield
             finally:
-                await asyncio.to_thread(end, suspect)
+                # whoever leaves: a mark that nobody takes away is there for good
+                await asyncio.shield(asyncio.ensure_future(_unmark(marking, suspect)))
+
+
+async def _unmark(marking: "asyncio.Future[None]", suspect: str) -> None:
+    with suppress(Exception):
+        await marking  # or the mark would come after its end
+    await asyncio.to_thread(end, suspect)
 
 
 def begin(suspect: str) -> None:

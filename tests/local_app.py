@@ -65,7 +65,10 @@ class LocalApp:
         self.keys = Keys(args.key_hashes)
         self.keys.load(args.api_keys)
         limits = HttpLimits(
-            args.max_body_bytes, args.engine.max_decoded_bytes, args.engine.max_timeout_s
+            args.max_body_bytes,
+            args.engine.max_decoded_bytes,
+            args.engine.max_timeout_s,
+            args.engine.max_questions,
         )
         self.http = HttpApp(ByHandle(handle, engine), limits, self.keys, charges)
 

@@ -79,7 +79,12 @@ def test_a_device_that_fails_ends_the_engine(
             future.result(10)
         assert told.value.running == (future is first)
     assert not engine.is_alive()
-    with pytest.raises(NotReady):
+    for late in (lambda: engine.submit(ask()).result(10), engine.leaves):
+        with pytest.raises(EngineStopped, match="OSError: the device is gone") as told:
+            late()
+        assert not told.value.running
+    engine.close()
+    with pytest.raises(NotReady):  # as this was wanted
         engine.submit(ask()).result(10)
 
 

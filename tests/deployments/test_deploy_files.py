@@ -189,7 +189,7 @@ def test_serve_takes_it_and_the_app_is_there() -> None:
     assert engine.ray_actor_options["num_gpus"] == 1
     assert deployments["Gateway"].num_replicas == 2
     assert engine._deployment_config.autoscaling_config.max_replicas == 8
-    with pytest.raises(Exception, match="Extra inputs are not permitted"):
+    with pytest.raises(Exception, match="no such option"):
         app_of(app.import_path, {**app.args, "max_replica": 8})
 
 

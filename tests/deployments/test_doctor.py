@@ -14,7 +14,8 @@ import pytest
 
 from deployments import doctor
 from deployments.config import AppArgs
-from deployments.doctor import Finding, authentication, engine, examine, placement, proxies
+from deployments.doctor import engine, examine, proxies
+from deployments.preflight import Finding, authentication, placement
 from flide_engine import parity
 from flide_engine.errors import ConfigError, WeightsError
 from tests.deployments.conftest import ROOT, free_port
@@ -61,7 +62,7 @@ def test_everything_wrong_at_once_is_listed() -> None:
         done = looked(f"port={port}", "modell=x", "max_replicas=none", RAY_AUTH_MODE="disabled")
     assert done.returncode == 1
     assert f"WRONG: port {port} is busy" in done.stdout
-    assert "WRONG: modell: Extra inputs are not permitted" in done.stdout
+    assert "WRONG: modell: no such option; did you mean model?" in done.stdout
     assert "WRONG: max_replicas: Input should be a valid integer" in done.stdout
     assert "things are wrong" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
@@ -142,6 +143,7 @@ def test_room() -> None:
     assert len(placed(num_replicas=4)) == 1  # the Gateway takes a tenth
     assert placed(num_replicas=4, joins=True) == []
     assert placed(num_replicas="auto", max_replicas=100) == []
+    assert len(placed(num_replicas="auto", min_replicas=4, max_replicas=100)) == 1
     assert placed(gpus=2, num_replicas=2) == []
     (few,) = placed(gpus=2, num_replicas=3)
     assert "gpus_per_replica" in few

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from deployments.autoscaling import FleetPolicy
-from deployments.metrics import METRICS, GatewayMetrics, Metric, ReplicaMetrics
+from deployments.metrics import METRICS, TOKENS, GatewayMetrics, Metric, ReplicaMetrics
 from deployments.observability.dashboard import FILE, dashboard
 from flide_engine import DecisionResponse, Usage
 from flide_engine.errors import Overloaded
@@ -34,6 +35,18 @@ def test_the_dashboard_is_what_the_code_draws_and_uses_metrics_that_exist() -> N
     assert json.loads(FILE.read_text()) == dashboard()
     for text in (FILE.read_text(), ALERTS):
         assert set(USED.findall(text)) <= declared()
+
+
+def test_no_alert_is_of_a_pool_that_is_full() -> None:
+    """Every warm one is: checkpoints go where a round lacks room, and not before. That states were
+    given up which were asked about again is what costs.
+    """
+    rules = yaml.safe_load(ALERTS)["groups"][0]["rules"]
+    told = {rule["alert"]: rule["expr"] for rule in rules}
+    assert not [name for name, expr in told.items() if "pool_bytes" in expr]
+    kinds = re.findall(r'tokens_total\{kind="(\w+)"\}', told["FlideForgets"])
+    assert kinds == ["recomputed", "asked"]
+    assert set(kinds) <= set(TOKENS)
 
 
 class Told:

@@ -1,7 +1,9 @@
 """A replica over a stand-in for its engine, and the app's configuration; no cluster."""
 
 import asyncio
+import os
 import pickle
+import time
 from collections import Counter
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -12,14 +14,13 @@ from ray.serve.config import RequestRouterConfig
 
 from deployments.app import build
 from deployments.config import AppArgs
-from deployments.demand import Demand
 from deployments.drain import Leaving
 from deployments.metrics import MOST_TENANTS, ReplicaMetrics
 from deployments.replica import EngineReplica
 from flide_engine import DecisionRequest, DecisionResponse, Noul, Usage
 from flide_engine.cache.pool import Accounting
 from flide_engine.counters import Counters
-from flide_engine.errors import InvalidRequest, NotReady, Overloaded
+from flide_engine.errors import EngineStopped, InvalidRequest, NotReady, Overloaded
 from router import fingerprint
 from router.policy import Load, Stats, decode
 from router.routing_key import anchor_key, route_key
@@ -33,7 +34,8 @@ class FakeEngine:
     """Answers at once, or as told."""
 
     def __init__(self, config: object) -> None:
-        self.card = SimpleNamespace(name="m")
+        self.card = SimpleNamespace(name="m", description="d", release_date="r")
+        self.device = "cpu"
         self.config, self.stack, self.fingerprint = config, "torch", ""
         self.submitted: list[dict[str, Any]] = []
         self.fails: Exception | None = None
@@ -221,11 +223,30 @@ def test_a_replica_leaves_once_whatever_becomes_of_its_checkpoints(
     assert engine_of(replica).closed
 
 
+def test_an_engine_that_stopped_names_its_replica(replica: EngineReplica) -> None:
+    """So that the next try goes elsewhere."""
+    engine_of(replica).fails = EngineStopped("CUDA error", running=False)
+    told, *_ = asyncio.run(replica.decide_with_load(PLAIN))
+    assert isinstance(told, EngineStopped)
+    assert (told.cause, told.replica, told.running) == ("CUDA error", "me", False)
+
+
 def test_a_replica_whose_engine_stopped_takes_nothing_new(replica: EngineReplica) -> None:
     """Routers hear it before Serve has replaced it."""
     assert not told_by(replica).draining
     engine_of(replica).closed = True
     assert told_by(replica).draining
+
+
+def test_a_replica_describes_itself_while_its_engine_lives(replica: EngineReplica) -> None:
+    """With the engine's own device, and not with one that happens to be there."""
+    engine = engine_of(replica)
+    engine.device = "cuda"
+    about = asyncio.run(replica.describe())
+    assert (about["device"], about["name"], about["weights_hash"]) == ("cuda", "m", "w")
+    engine.closed = True
+    with pytest.raises(NotReady, match="engine"):
+        asyncio.run(replica.describe())
 
 
 def test_a_replica_tells_what_it_computes_with(replica: EngineReplica) -> None:
@@ -261,6 +282,26 @@ def test_bits_of_ones_own_are_unhealthy_where_the_fleets_were_promised(
     else:
         asyncio.run(replica.check_health())
     assert looked == ([True] if strict else [])
+
+
+def test_a_replica_has_one_handle_of_its_siblings(
+    replica: EngineReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if several calls come first."""
+    made: list[object] = []
+
+    class Slow:
+        def __init__(self) -> None:
+            time.sleep(0.05)
+            made.append(self)
+
+    monkeypatch.setattr("deployments.replica.Siblings", Slow)
+
+    async def both() -> list[object]:
+        return await asyncio.gather(*(replica._own_siblings() for _ in range(3)))
+
+    assert asyncio.run(both()) == made * 3
+    assert len(made) == 1
 
 
 def test_tenants_in_metrics() -> None:
@@ -318,29 +359,60 @@ def test_routers_are_told_of_cold_starts_where_there_are_any() -> None:
         assert router_of(**awake).request_router_kwargs == {}
 
 
+@pytest.mark.parametrize(
+    ("options", "cores", "threads"),
+    [
+        ({}, 16, "16"),
+        ({"num_replicas": 3}, 16, "5"),
+        ({"num_replicas": 40}, 16, "1"),
+        ({"num_replicas": "auto", "min_replicas": 2}, 16, "8"),
+        ({"num_replicas": 3, "cpus_per_replica": 4}, 16, "4"),
+        ({"num_replicas": 2, "cpus_per_replica": 0.1}, 16, "8"),
+    ],
+)
+def test_threads_are_those_of_the_replicas_own_machine(
+    replica: EngineReplica,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    cores: int,
+    threads: str,
+) -> None:
+    """What is set aside for it, if that is said; nothing of the machine where the app is built."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1000)
+    gateway: Any = build(AppArgs.model_validate(options))
+    bound = gateway._bound_deployment.init_args[0]._bound_deployment
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr("deployments.replica._own_id", lambda: "r")
+    monkeypatch.setenv("OMP_NUM_THREADS", "before")
+    for name, value in bound.ray_actor_options["runtime_env"]["env_vars"].items():
+        monkeypatch.setenv(name, value)
+    EngineReplica(*bound.init_args)
+    assert os.environ["OMP_NUM_THREADS"] == threads
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_NUM_THREADS", "before")
+    monkeypatch.setattr("deployments.replica._own_id", lambda: "")
+    EngineReplica(*bound.init_args)
+    assert os.environ["OMP_NUM_THREADS"] == "before"  # this process is not Serve's
+
+
+@pytest.mark.parametrize("seconds", [None, 7.5])
+def test_gateways_have_as_long_to_leave_as_engines(seconds: float | None) -> None:
+    """Their requests are the same."""
+    given = {} if seconds is None else {"graceful_shutdown_timeout_s": seconds}
+    gateway: Any = build(AppArgs.model_validate(given))
+    (engine, *_) = gateway._bound_deployment.init_args
+    for made in (gateway, engine):
+        config = made._bound_deployment._deployment_config
+        assert config.graceful_shutdown_timeout_s == (seconds or 60.0)
+
+
 def test_what_the_autoscaler_is_told(replica: EngineReplica) -> None:
-    """Numbers by name, as Serve takes them; a state asked about is an agent."""
+    """Numbers by name, as Serve takes them; a state asked about again is an agent."""
     key = tuple(route_key({"state": "s"}))
-    asyncio.run(replica.decide(TYPED, route=key, anchor=7, home="me"))
+    for anchor in (7, 8, 7):
+        asyncio.run(replica.decide(TYPED, route=key, anchor=anchor, home="me"))
     told = asyncio.run(replica.record_autoscaling_stats())
     assert set(told) == {"busy", "wait_ms", "agents", "refused"}
     assert all(isinstance(value, float) for value in told.values())
     assert told["agents"] == 1.0
     assert told["wait_ms"] == 4.0
-
-
-def test_demand_is_of_the_last_period() -> None:
-    """Busy time and refusals since the last telling; agents for a minute."""
-    now = 0.0
-    demand = Demand(clock=lambda: now)
-    demand.asked(1)
-    now = 10.0
-    assert demand.told(5.0, 0.0, 0.0, 100.0)["busy"] == 0.5
-    demand.asked(2)
-    now = 20.0
-    told = demand.told(15.0, 1.0, 1_000_000.0, 100.0)
-    assert told == {"busy": 1.0, "wait_ms": 1.0, "agents": 2.0, "refused": 1.0}
-    now = 65.0
-    assert demand.told(15.0, 1.0, 1_000_000.0, 100.0) == {
-        "busy": 0.0, "wait_ms": 1.0, "agents": 1.0, "refused": 0.0,
-    }  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deployments import drain
+from deployments import drain, state_calls
 from deployments.drain import Pace
 from deployments.state_calls import bring_home
 from flide_engine.config import EngineConfig
@@ -41,6 +41,30 @@ class Siblings:
         self.routes.append(route)
         self.taken += pieces
         return "adopted"
+
+
+def test_who_does_not_say_where_a_branch_belongs_is_asked_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The call is cancelled in Serve, too, which waits in the router else."""
+    monkeypatch.setattr(state_calls, "HOME_WITHIN_S", 0.05)
+
+    class Hangs:
+        cancelled = False
+
+        def __await__(self) -> Any:
+            return asyncio.Event().wait().__await__()
+
+        def cancel(self) -> None:
+            self.cancelled = True
+
+    asked, siblings, engine = Hangs(), Siblings("other"), SimpleNamespace()
+    siblings.handle.owner = SimpleNamespace(remote=lambda route: asked)
+    call = StateCall("branch", "acme", "run", new="twin", anchor="11" * 8)
+    told = bring_home(engine, call, 64, siblings, Pace("always", 1.0), "me")  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError):
+        asyncio.run(told)
+    assert asked.cancelled
 
 
 def test_a_branch_is_handed_to_its_home(monkeypatch: pytest.MonkeyPatch) -> None:

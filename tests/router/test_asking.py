@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
-from ray.serve.exceptions import BackPressureError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from flide_engine import DecisionResponse, Usage
 from flide_engine.errors import (
@@ -23,17 +24,18 @@ from flide_engine.errors import (
 )
 from flide_engine.wire import to_json
 from router import asking, boards
-from router.asking import BY_VALUE_BYTES, ask, ask_within, plain_error
+from router.asking import BY_VALUE_BYTES, ask, ask_within, own_error, plain_error
 from router.options import CallOptions
 from router.quarantine import Quarantine
 from router.routing_key import route_key
 from router.session_id import check_session_id
+from router.suspects import SETTLED_WITHIN_S
 
 REQUEST: dict[str, Any] = {"state": "s", "questions": {}}
 GOOD = DecisionResponse(model="m", usage=Usage(input_tokens=1, output_tokens=0), answers={})
 DIED, AWAY = ActorDiedError(), ActorUnavailableError("unreachable", None)
 STOPPED = RayTaskError("decide", "", EngineStopped("CUDA error"))
-WAITED = RayTaskError("decide", "", EngineStopped("CUDA error", running=False))
+WAITED = RayTaskError("decide", "", EngineStopped("CUDA error", running=False, replica="broken"))
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def blamed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names under which a suspect is found to have been running where the replica died."""
     found: list[str] = []
     monkeypatch.setattr(asking, "_quarantine", Quarantine())
-    monkeypatch.setattr(asking.suspects, "killed", lambda suspect: bool(found))
+    monkeypatch.setattr(asking.suspects, "killed", lambda suspect, within_s: bool(found))
     return found
 
 
@@ -165,7 +167,8 @@ def test_a_death_costs_one_retry(way: str, death: object, blamed: list[str]) -> 
     (first, again) = (kwargs for _, kwargs in handle.calls)
     assert "suspect" not in first
     assert 0 < again["timeout_s"] <= first["timeout_s"]
-    assert again == {**first, "timeout_s": again["timeout_s"], "suspect": again["suspect"]}
+    more = {"timeout_s": again["timeout_s"], "suspect": again["suspect"], "retry": True}
+    assert again == {**first, **more}
     assert len(again["suspect"]) == 32
 
 
@@ -205,14 +208,74 @@ def test_what_has_cost_two_replicas_elsewhere_costs_one_here_at_most(
 @both
 @pytest.mark.parametrize("death", [DIED, AWAY, WAITED], ids=["died", "unavailable", "waited"])
 def test_who_did_not_run_there_is_not_to_blame(way: str, death: object, blamed: list[str]) -> None:
-    """It is asked again, by the same name, until it is answered; but not for ever."""
+    """It is asked again, by the same name, until it is answered; but not for ever.
+
+    One that is known to have waited is no suspect, and shares rounds as before.
+    """
     handle = Handle(*[death] * 5, GOOD)
     assert asked(handle, way) == GOOD
-    assert len({kwargs["suspect"] for _, kwargs in handle.calls[1:]}) == 1
+    (name,) = {kwargs.get("suspect", "") for _, kwargs in handle.calls[1:]}
+    assert bool(name) == (death is not WAITED)
+    assert [bool(kwargs.get("retry")) for _, kwargs in handle.calls] == [False, *[True] * 5]
     handle = Handle(*[death] * 6, GOOD)
     with pytest.raises(EngineStopped, match="6 replicas could not answer"):
         asked(handle, way)
     assert asked(Handle(GOOD), way) == GOOD
+
+
+@both
+def test_a_suspect_that_is_not_answered_leaves_no_mark(
+    way: str, blamed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the cluster's store, where a replica that died has left it; one that is has none left."""
+    ended: list[str] = []
+    monkeypatch.setattr(asking.suspects, "end", ended.append)
+    ours = RayTaskError("decide", "", TooManyTokens("the request", 9, 8, "max_request_tokens"))
+    for last in (ours, TimeoutError()):
+        ended.clear()
+        handle = Handle(DIED, last)
+        with pytest.raises((TooManyTokens, DeadlineExceeded)):
+            asked(handle, way)
+        assert ended == [handle.calls[1][1]["suspect"]]
+    ended.clear()
+    assert asked(Handle(DIED, GOOD), way) == GOOD
+    with pytest.raises(TooManyTokens):
+        asked(Handle(ours), way)
+    assert ended == []
+
+
+@both
+def test_a_replica_whose_engine_stopped_is_told_to_the_routers(way: str) -> None:
+    """By its name, before the next try."""
+    boards._shared.clear()
+    known = boards.shared("app", "Engine")
+    assert asked(Handle(WAITED, GOOD), way) == GOOD
+    assert known.stopped == {"broken"}
+    assert asked(Handle(STOPPED, GOOD), way) == GOOD
+    assert known.stopped == {"broken"}
+
+
+@both
+@pytest.mark.parametrize(("timeout", "most"), [(0.5, 0.5), (60.0, SETTLED_WITHIN_S), (None, 5.0)])
+def test_a_death_is_waited_for_within_the_callers_time(
+    way: str, timeout: float | None, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cluster learns of it in time, or the request is asked again while there is any."""
+    waited: list[float] = []
+
+    def killed(suspect: str, within_s: float) -> bool:
+        waited.append(within_s)
+        return False
+
+    monkeypatch.setattr(asking.suspects, "killed", killed)
+    handle: Any = Handle(DIED, DIED, GOOD)
+    options = CallOptions(timeout_s=timeout)
+    if way == "await":
+        asyncio.run(ask(handle, REQUEST, options))
+    else:
+        ask_within(handle, REQUEST, options)
+    (within,) = waited
+    assert 0 < within <= most
 
 
 @both
@@ -223,6 +286,7 @@ def test_errors_of_ours_come_through_unwrapped(way: str) -> None:
         (RayTaskError("decide", "", ours), TooManyTokens),
         (Returned(ours), TooManyTokens),
         (BackPressureError(1, 1), Overloaded),
+        (DeploymentUnavailableError(DeploymentID("Engine", "app")), NotReady),
         (ZeroDivisionError("x"), ZeroDivisionError),
     ):
         handle = Handle(raised)
@@ -310,6 +374,12 @@ def test_bad_session_ids_are_refused_before_anything_is_sent(way: str, bad: Any)
         asked(handle, way, bad)
     assert handle.calls == []
     assert check_session_id("~ x") == "~ x"
+
+
+def test_a_full_queue_of_serve_is_told_with_its_numbers() -> None:
+    """It is not one of ours."""
+    ours = str(own_error(BackPressureError(12, 10)))
+    assert ours.startswith("12 requests wait, the queue takes 10 (Serve's max_queued_requests)")
 
 
 def test_plain_errors() -> None:

@@ -3,12 +3,15 @@
 import hmac
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from flide_engine.errors import AuthenticationFailed, ConfigError
 from router.auth import Keys, Tenant, key_hash, read_tenants
+from router.ingress import Gateway
+from router.options import HttpLimits
 
 SECRET = "sk-very-secret"
 ACME: dict[str, Any] = {
@@ -74,6 +77,42 @@ def test_reading_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keys.reload()
     assert "API keys stay as they were" in caplog.text
     assert keys.check(bearer(SECRET)).name == "other"
+
+
+def test_no_change_of_a_source_lets_everybody_in(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An empty one, or one of another type; a Gateway that starts with one does not start."""
+    keys = Keys()
+    keys.reload(written(tmp_path, ACME))
+    sources: list[Any] = ["", 0, ["x"], False]
+    for source in sources:
+        caplog.clear()
+        keys.reload(source)
+        assert "API keys stay as they were" in caplog.text
+        with pytest.raises(AuthenticationFailed):
+            keys.check("")
+        keys.reload()
+        assert keys.check(bearer("old")).name == "acme"
+        with pytest.raises(ConfigError, match="api_keys"):
+            Keys(needed=True).reload(source)
+    plain = Keys((key_hash("plain"),), needed=True)
+    plain.reload("")
+    with pytest.raises(AuthenticationFailed):
+        plain.check("")
+
+
+def test_a_gateway_of_an_app_with_keys_needs_some() -> None:
+    """Whatever its `user_config` has become since."""
+    handle = SimpleNamespace(options=lambda **_: None)
+    made: Any = Gateway.__mro__[1]  # as Serve's wrapper is a server, too
+    for has_ledger in (False, True):
+        gateway = made(handle, HttpLimits(1, 1, 1.0), has_ledger=has_ledger)
+        if has_ledger:
+            with pytest.raises(ConfigError, match="let everybody in"):
+                gateway.reconfigure({"api_keys": ""})
+        else:
+            gateway.reconfigure({"api_keys": ""})
 
 
 @pytest.mark.parametrize(

@@ -89,3 +89,5 @@ def test_no_replica_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
         asked(Handle(found=raises(DeploymentUnavailableError("Engine"))))
     with pytest.raises(NotReady):
         asked(Handle(found=hangs))
+    with pytest.raises(NotReady):
+        asked(Handle())

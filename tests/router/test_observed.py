@@ -31,11 +31,14 @@ def seen() -> Seen:
     return Seen()
 
 
-def asked(seen: Seen, method: str = "POST", path: str = "/v1/systemone", **kw: Any) -> int:
-    """Status of one request."""
+def asked(
+    seen: Seen, method: str = "POST", path: str = "/v1/systemone", app: Any = None, **kw: Any
+) -> int:
+    """Status of one request; app: one with other limits."""
 
     async def run() -> int:
-        app: Any = observed(app_of(Stub(), KEYS), seen)
+        nonlocal app
+        app = observed(app or app_of(Stub(), KEYS), seen)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return (await client.request(method, path, **kw)).status_code

@@ -285,6 +285,47 @@ def test_a_ledger_that_hangs_delays_by_its_limit() -> None:
     run(work)
 
 
+@pytest.mark.parametrize("away", ["hangs", "fails"])
+def test_a_debt_that_could_not_be_told_is_told_later(
+    away: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, however long the ledger is away; the log says so once."""
+    tenant = Tenant("x", tokens_per_minute=0.001)
+
+    async def work(fleet: Fleet) -> None:
+        await fleet.ask(0, tenant, 3000)
+        fleet.book.away, fleet.book.delay_s = away == "fails", 60.0 if away == "hangs" else 0.005
+        await asyncio.sleep(30)
+        fleet.book.away, fleet.book.delay_s = False, 0.005
+        await idle(fleet.gateways)
+
+    fleet = run(work)
+    (level,) = (bucket.level for bucket in fleet.ledger._buckets.values())
+    assert level == pytest.approx(1.0 - 3000, abs=0.01)
+    assert [r.getMessage() for r in caplog.records if "was not told" in r.getMessage()] != []
+    assert len(caplog.records) == 1
+
+
+def test_a_tenant_who_comes_while_the_ledger_is_told() -> None:
+    """Holds up nobody: what is left of all is told."""
+    first, second = (Tenant(name, tokens_per_minute=6000) for name in "ab")
+
+    async def work(fleet: Fleet) -> None:
+        fleet.book.delay_s = 0.5
+        await fleet.ask(0, first, 300)
+        telling = fleet.gateways[0]._tidying
+        assert telling is not None
+        await asyncio.sleep(1.2)  # it begins after one second
+        asked = fleet.book.asked
+        await fleet.ask(0, second, 300)
+        assert asked == 2
+        await telling
+        await idle(fleet.gateways)
+        assert not any(any(p.held.values()) for p in fleet.gateways[0]._purses.values())
+
+    run(work)
+
+
 def test_one_who_leaves_while_the_ledger_is_asked() -> None:
     """Others wait for the same answer, and get it."""
 

@@ -13,12 +13,13 @@ from flide_engine import DecisionRequest, DecisionResponse
 from flide_engine.cache.names import MOST_BRANCHES
 from flide_engine.config import EngineConfig
 from flide_engine.engine import Engine
-from flide_engine.errors import RequestError
+from flide_engine.errors import MOST_FAULTS, InvalidRequest, RequestError
 from router.auth import Keys, key_hash
 from router.http_app import HttpApp
 from router.options import CallOptions, HttpLimits
 from router.routing_key import Openings, anchor_text, route_key
 from router.states import StateCall, Told
+from router.states_http import MOST_BODY
 
 KEYS = {"A": key_hash("key-a"), "B": key_hash("key-b")}
 NOUL = {"type": "noul", "instructions": "Is it so?"}
@@ -305,6 +306,22 @@ def test_what_is_wrong_is_named(
     assert [d["loc"] for d in answer.json()["detail"]] == [loc]
 
 
+@pytest.mark.parametrize("path", ["", "/", "/pin", "//", "/rollback", "?x=1"])
+def test_an_empty_id_is_no_state(fleet: Fleet, path: str) -> None:
+    """A trailing slash is not every state of the tenant, over HTTP or behind it."""
+    for session in ("run", "other"):
+        fleet.ask(words(session, 20), session=session)
+    before = fleet.http("GET", "/v1/states").json()
+    for method in ("GET", "DELETE", "POST"):
+        answer = fleet.http(method, f"/v1/states/{path}", json={"tokens": 0})
+        assert answer.status_code == 404, method
+    for call in (StateCall("delete", KEYS["A"]), StateCall("pin", KEYS["A"])):
+        with pytest.raises(InvalidRequest, match="id"):
+            perform(fleet.engines[0], call, "r0")
+    assert fleet.http("GET", "/v1/states").json() == before
+    assert len(before["states"]) == 2
+
+
 def test_unknown_states_paths_and_methods(fleet: Fleet) -> None:
     """404 and 405, and 409 for one branch too many."""
     fleet.ask(words(0, 20), session="run")
@@ -332,5 +349,9 @@ def test_unknown_states_paths_and_methods(fleet: Fleet) -> None:
     one_more = fleet.http("POST", "/v1/states/run/branch", json={"name": "one more"})
     assert one_more.status_code == 409
     assert one_more.json()["detail"]["error_type"] == "api_usage_error"
-    large = fleet.http("POST", "/v1/states/run/rollback", content=b" " * (1 << 21))
-    assert large.status_code == 413
+    for size in (1 << 21, MOST_BODY + 1):
+        large = fleet.http("POST", "/v1/states/run/rollback", content=b" " * size)
+        assert large.status_code == 413
+    many = {"tokens": 64, **{str(i): i for i in range(1000)}}
+    told = fleet.http("POST", "/v1/states/run/rollback", json=many).json()["detail"]
+    assert len(told) == MOST_FAULTS + 1

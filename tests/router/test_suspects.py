@@ -1,6 +1,7 @@
 """Suspects take turns under a mark, and a mark blames only with a death; over a stand-in store."""
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -100,6 +101,43 @@ def test_what_is_refused_is_known_to_all(cluster: Cluster, monkeypatch: pytest.M
     assert Refused().all().keys() == {b"two"}
     cluster.joined = False
     assert Refused().all() == {}
+
+
+def test_who_leaves_while_it_is_marked_leaves_no_mark(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow the store is, and however often it is told to leave."""
+    begun, gate = threading.Event(), threading.Event()
+    put = cluster._internal_kv_put
+
+    def slow(*args: Any, **kw: Any) -> None:
+        begun.set()
+        gate.wait(10)
+        put(*args, **kw)
+
+    monkeypatch.setattr(cluster, "_internal_kv_put", slow)
+
+    async def run() -> None:
+        turns = Turns()
+
+        async def ask() -> None:
+            async with turns.of("a"):
+                raise AssertionError("it has left")
+
+        task = asyncio.create_task(ask())
+        await asyncio.to_thread(begun.wait, 10)
+        for _ in range(3):
+            task.cancel()
+            await asyncio.sleep(0.01)
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with turns.of("b"):
+            assert "b" in cluster.marks
+        while cluster.marks:  # noqa: ASYNC110 - a moment later, beside what goes on
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(run(), 20))
 
 
 def test_a_mark_blames_only_where_the_replica_is_dead(cluster: Cluster) -> None:
