@@ -11,9 +11,11 @@ class MarkPolicy:
     """Positions worth a recurrent state.
 
     last: the state's last grain, which the next step of a growing history resumes from. turns: how
-    many of the last turn boundaries that the family reports. spacing: a mark at every position
-    whose distance from the state's end doubles from this on, against tails that are rewritten; 0
-    takes none. divergence: where a prompt leaves what an earlier one had in common with it.
+    many of the last turn boundaries that the family reports, in a state that is computed from its
+    beginning: one that has grown step by step has marks where its earlier steps ended. spacing: a
+    mark at every position whose distance from the state's end doubles from this on, against tails
+    that are rewritten; 0 takes none. divergence: where a prompt leaves what an earlier one had in
+    common with it.
     """
 
     last: bool = True
@@ -34,7 +36,8 @@ class MarkPolicy:
             wanted.add(state // GRAIN * GRAIN)
         if self.divergence:
             wanted.add(agreed // GRAIN * GRAIN)
-        wanted |= {t // GRAIN * GRAIN for t in turns[len(turns) - self.turns :]}
+        if not resumed:
+            wanted |= {t // GRAIN * GRAIN for t in turns[len(turns) - self.turns :]}
         distance = self.spacing
         while 0 < distance < state - resumed:
             # on a grid of its own, so that a history that grows marks the same places again

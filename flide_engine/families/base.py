@@ -48,7 +48,8 @@ class Rendered:
     state once and each question and option once. longest_prompt: tokens of the longest prompt.
     state_prompts: how many of the first prompts are questions about the state. state_tokens: how
     many tokens they begin with that will still begin them when the state has grown. turns: token
-    positions in the state where it may be cut, ascending. note: the family's own, handed back to
+    positions in the state where a turn of a conversation begins that may be said anew, ascending,
+    none after state_tokens. note: the family's own, handed back to
     `finish`.
     """
 

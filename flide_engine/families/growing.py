@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from flide_engine.families.tokenizer import TextTokenizer, Tokens, Words
 
 CHUNK = 1024
@@ -67,6 +69,16 @@ class GrowingTexts:
             return self._tokenizer.encode_growing(text)
         words = self._words(text, tenant)
         return words.ids, words.settled
+
+    def tokens_before(self, text: str, tenant: str, character: int) -> int | None:
+        """Tokens of a text before the word that a character stands in; None where words are not
+        remembered.
+        """
+        if not (self._most and self._tokenizer.can_resume):
+            return None
+        words = self._words(text, tenant)
+        at = int(np.searchsorted(words.starts, character, side="right")) - 1
+        return int(words.firsts[at]) if at >= 0 else 0
 
     def _words(self, text: str, tenant: str) -> Words:
         keys = _keys(text, tenant)

@@ -35,7 +35,13 @@ from flide_engine.families.base import (
     softmax,
 )
 from flide_engine.families.growing import GrowingTexts
-from flide_engine.families.rendering import entry_text, level_text, option_text, question_text
+from flide_engine.families.rendering import (
+    entry_text,
+    last_turn,
+    level_text,
+    option_text,
+    question_text,
+)
 from flide_engine.families.tokenizer import TextTokenizer
 
 _HERE = "CONTENT-GOES-HERE"
@@ -76,10 +82,12 @@ class NextToken:
         opening = self._opening + (state + "\n\n" if state else "")
         # the cut is safe after the blank line only
         cut = self._may_cut and bool(state)
-        head, settled = self._before, 0
+        head, settled, turn = self._before, 0, None
         if cut:
             ids, settled = self._texts.encode_growing(opening, tenant)
             head = np.concatenate([self._before, ids])
+            if (at := last_turn(request.state, state)) is not None:
+                turn = self._texts.tokens_before(opening, tenant, len(self._opening) + at)
         prompts: list[Tokens] = []
         reads: list[Read] = []
         for name, question in request.questions.items():
@@ -98,6 +106,7 @@ class NextToken:
             state_prompts=len(prompts),
             state_tokens=len(self._before) + settled if cut else 0,
             note=request.questions,
+            turns=() if turn is None else (len(self._before) + min(turn, settled),),
         )
 
     def finish(self, rendered: Rendered, values: Sequence[Floats]) -> dict[str, Answer]:

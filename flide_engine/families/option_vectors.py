@@ -33,7 +33,13 @@ from flide_engine.families.base import (
     softmax,
 )
 from flide_engine.families.growing import GrowingTexts
-from flide_engine.families.rendering import entry_text, level_text, option_text, question_text
+from flide_engine.families.rendering import (
+    entry_text,
+    last_turn,
+    level_text,
+    option_text,
+    question_text,
+)
 from flide_engine.families.tokenizer import TextTokenizer
 
 STATE, OPTION, READ = "<|state|>", "<|option|>", "<|read|>"
@@ -103,7 +109,10 @@ class OptionVectors:
 
     def render(self, request: DecisionRequest, tenant: str = "") -> Rendered:
         """See Family.render. The state is encoded once, each distinct option once."""
-        ids, settled = self._texts.encode_growing(entry_text(request.state), tenant)
+        text = entry_text(request.state)
+        ids, settled = self._texts.encode_growing(text, tenant)
+        turn = last_turn(request.state, text)
+        turn = None if turn is None else self._texts.tokens_before(text, tenant, turn)
         state = np.concatenate([[self._state], ids])
         prompts: list[Tokens] = []
         reads: list[Read] = []
@@ -134,6 +143,7 @@ class OptionVectors:
             state_prompts=len(request.questions),
             state_tokens=1 + settled,
             note=note,
+            turns=() if turn is None else (min(1 + turn, 1 + settled),),
         )
 
     def finish(self, rendered: Rendered, values: Sequence[Floats]) -> dict[str, Answer]:

@@ -23,6 +23,15 @@ def entry_text(entry: Entry) -> str:
     return json.dumps(entry, ensure_ascii=False)
 
 
+def last_turn(entry: Entry, text: str) -> int | None:
+    """Where in a conversation's text (`entry_text` of a list) its last entry begins, in characters;
+    None for what is no list of several.
+    """
+    if not isinstance(entry, list) or len(entry) < 2:
+        return None
+    return len(text) - 1 - len(json.dumps(entry[-1], ensure_ascii=False))
+
+
 def option_text(name: str, description: Entry) -> str:
     """What an option says: its name and its description, or one of them where the other adds
     nothing.

@@ -33,8 +33,7 @@ class Replay:
     resumes: the earlier piece whose checkpoint it resumes from, or -1: then from what was there
         before, or from nothing.
     stop: where its checkpoint is taken, a multiple of the grain, with nothing read; None: it runs
-    every
-        prompt to its end and reads it.
+        every prompt to its end and reads it.
     tokens: rows it takes in a stream; more where its branches are so short that their number
         counts.
     forest: of its prompts from `start` on; None with a stop.

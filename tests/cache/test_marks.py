@@ -20,6 +20,7 @@ def test_where_they_stand() -> None:
     """The last grain, the point of divergence, the last turn, doubling distances from the end."""
     policy = MarkPolicy(spacing=2048)
     assert policy.positions(9000, 0, 640, [100, 8100]) == [640, 4096, 6144, 8064, 8960]
+    assert policy.positions(9000, 64, 640, [100, 8100]) == [640, 4096, 6144, 8960]
     assert policy.positions(9000, 8960) == []
     assert policy.positions(63, 0) == []
     assert (
