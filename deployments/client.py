@@ -32,13 +32,17 @@ class DecisionClient:
     def decide(
         self, request: DecisionRequest | dict[str, Any], session_id: str = "", batch: bool = False
     ) -> DecisionResponse:
-        """The answers, from a process without an event loop. Raises the error tree."""
+        """The answers, from a process without an event loop. Raises the error tree.
+
+        A fleet that sleeps is woken: if the timeout is shorter than its start is expected to take,
+        NotReady is raised at once, with the time to come again.
+        """
         options = CallOptions("", session_id, self._timeout, batch)
         return ask_within(self._handle, request, options)
 
     async def adecide(
         self, request: DecisionRequest | dict[str, Any], session_id: str = "", batch: bool = False
     ) -> DecisionResponse:
-        """The answers, on an event loop. Raises the error tree; cancelling it cancels the call."""
+        """As `decide`, on an event loop; cancelling it cancels the call."""
         options = CallOptions("", session_id, self._timeout, batch)
         return await ask(self._handle, request, options)

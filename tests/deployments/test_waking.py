@@ -1,5 +1,6 @@
 """A fleet that goes to zero in silence, and is woken, over HTTP and by handle."""
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -108,11 +109,11 @@ def test_handles_wake_a_fleet(fleet: Fleet) -> None:
     assert 10_000 < told.value.retry_after_ms <= 1000 * COLD_START_S
     fleet.wait_for(1)
     fleet.wait_for(0)  # nothing was answered, so there is no agent to keep it for
-    gateway = serve.get_app_handle("default")
+    gateway, typed = serve.get_app_handle("default"), DecisionRequest.model_validate(ASKED)
     ways: list[Callable[[], float]] = [
         lambda: fleet.post(200_000).json()["answers"]["q"]["noul"],
         lambda: long.decide(ASKED).answers["q"].noul,
-        lambda: long.decide(DecisionRequest.model_validate(ASKED)).answers["q"].noul,
+        lambda: asyncio.run(long.adecide(typed)).answers["q"].noul,
         lambda: gateway.decide.remote(ASKED).result(timeout_s=200)["answers"]["q"]["noul"],
         lambda: (
             serve.get_deployment_handle("Engine", "default")
