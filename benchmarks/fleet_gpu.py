@@ -91,8 +91,9 @@ class Run:
             self._loads(fleet, count, args.gpus)
             if "kill" in args.parts:
                 asked = self.asked[1]
-                at = [asked.requests // 4]
-                row = killed(fleet, asked, count, "replica", at, pause=args.steps // 2)
+                pause = args.steps // 2
+                before = sum(min(pause, len(caller.requests)) for caller in asked.callers)
+                row = killed(fleet, asked, count, "replica", [before // 2], pause)
                 self._keep(row, count, args.gpus)
             if "drain" in args.parts and count > 1:
                 self._keep(drained(fleet, self.asked[0], count), count, args.gpus)
@@ -179,7 +180,8 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Runs what the command line says."""
     args, began = parse(), time.monotonic()
-    size = replace(SIZES["gpu"], agents=args.agents, steps=args.steps)
+    # two callers ask about the document, as often as an agent asks
+    size = replace(SIZES["gpu"], agents=args.agents, steps=args.steps, document_asks=2 * args.steps)
     node: dict[str, Any] = {"num_cpus": max(4, os.cpu_count() or 1), "include_dashboard": False}
     if args.device == "cuda":
         node |= {"num_gpus": args.gpus, "object_store_memory": OBJECT_STORE_BYTES}

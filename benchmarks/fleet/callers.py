@@ -44,7 +44,7 @@ SIZES = {
     "ci": Size(24, 8, 2000, 16, 2, 1500),
     "full": Size(75, 61, 1 << 20, 200, 4),
     # a card has done with it in half a minute
-    "gpu": Size(48, 24, 1 << 20, 96, 4),
+    "gpu": Size(48, 24, 1 << 20, 48, 4),
 }
 
 

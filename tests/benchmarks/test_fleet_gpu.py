@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SMALL = "--gpus 2 --clients 3 --seconds 3 --agents 6 --steps 6"
+SMALL = "--gpus 2 --clients 3 --seconds 3 --agents 8 --steps 8"
 
 
 @pytest.mark.ray
