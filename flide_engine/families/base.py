@@ -50,7 +50,7 @@ class Rendered:
     state_prompts: how many of the first prompts are questions about the state. state_tokens: how
     many tokens they begin with that will still begin them when the state has grown. turns: token
     positions in the state where it may be cut, ascending. note: the family's own, handed back to
-    `finish`.
+    `finish`. tokenize_s: seconds that were spent on token ids.
     """
 
     prompts: tuple[Tokens, ...]
@@ -61,6 +61,7 @@ class Rendered:
     state_tokens: int
     note: Any
     turns: tuple[int, ...] = ()
+    tokenize_s: float = 0.0
 
 
 @dataclass(frozen=True)

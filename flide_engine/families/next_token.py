@@ -72,6 +72,7 @@ class NextToken:
 
         The state is encoded once if the tokenizer always ends a word before a question.
         """
+        self._texts.spent_s()  # of a request before that was refused
         state = entry_text(request.state).strip()
         opening = self._opening + (state + "\n\n" if state else "")
         # the cut is safe after the blank line only
@@ -98,6 +99,7 @@ class NextToken:
             state_prompts=len(prompts),
             state_tokens=len(self._before) + settled if cut else 0,
             note=request.questions,
+            tokenize_s=self._texts.spent_s(),
         )
 
     def finish(self, rendered: Rendered, values: Sequence[Floats]) -> dict[str, Answer]:

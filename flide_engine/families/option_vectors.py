@@ -100,6 +100,7 @@ class OptionVectors:
 
     def render(self, request: DecisionRequest, tenant: str = "") -> Rendered:
         """See Family.render. The state is encoded once, each distinct option once."""
+        self._texts.spent_s()  # of a request before that was refused
         ids, settled = self._texts.encode_growing(entry_text(request.state), tenant)
         state = np.concatenate([[self._state], ids])
         prompts: list[Tokens] = []
@@ -131,6 +132,7 @@ class OptionVectors:
             state_prompts=len(request.questions),
             state_tokens=1 + settled,
             note=note,
+            tokenize_s=self._texts.spent_s(),
         )
 
     def finish(self, rendered: Rendered, values: Sequence[Floats]) -> dict[str, Answer]:
