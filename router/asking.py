@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from typing import Any
+from typing import Any, TypeGuard
 
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RequestCancelledError
@@ -104,7 +104,7 @@ class Call:
         a try. May block while the cluster learns of a death.
         """
         ours = own_error(error)
-        if not isinstance(ours, (RayActorError, EngineStopped)):
+        if not is_death(ours):
             raise ours from None
         self._failures += 1
         log.warning("a replica died under the request: %s", ours)
@@ -147,6 +147,8 @@ async def ask(
         except TimeoutError:
             raise call.late() from None
         except Exception as error:
+            if not is_death(ours := own_error(error)):
+                raise ours from None  # a refusal costs no thread
             await asyncio.to_thread(call.failed, error)
 
 
@@ -188,6 +190,11 @@ def own_error(error: BaseException) -> BaseException:
     if isinstance(error, BackPressureError):
         return Overloaded(0, "requests", 0, "max_queued_requests", 500)
     return error
+
+
+def is_death(error: BaseException) -> TypeGuard[RayActorError | EngineStopped]:
+    """Whether it says that a replica died, or could not be reached, and not that it refused."""
+    return isinstance(error, (RayActorError, EngineStopped))
 
 
 def plain_error(error: FlideError) -> Exception:
