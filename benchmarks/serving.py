@@ -40,7 +40,7 @@ ENVIRONMENT = {
     }
 }
 WARM_UP = 0.1
-STAGES = ("render", "queue", "pack", "device", "finish")
+STAGES = ("decode", "render", "tokenize", "queue", "pack", "device", "finish")
 
 Spans = list[tuple[float, float, dict[str, Any]]]
 """(seconds from the start, milliseconds, stages and tokens) of each answer."""

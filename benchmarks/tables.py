@@ -285,7 +285,7 @@ def serving(rows: Rows) -> list[str]:
 
 def serving_stages(rows: Rows) -> list[str]:
     """Where a request's time goes, with many clients."""
-    stages = ("render", "queue", "pack", "device", "finish")
+    stages = ("decode", "render", "tokenize", "queue", "pack", "device", "finish")
     lines = [
         f"| shape | workload | way | {' | '.join(stages)} | card |",
         f"|---|---|---|{'---:|' * len(stages)}---|",

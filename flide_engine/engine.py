@@ -239,13 +239,14 @@ class Engine(StateOperations):
     def _render(self, request: DecisionRequest | dict[str, Any] | bytes, asked: Submission) -> None:
         try:
             if not asked.future.cancelled():
-                config = self.config
+                config, began = self.config, self._clock()
                 typed = parse_request(request, config.max_decoded_bytes, config.max_questions)
+                parsed = self._clock()
                 rendered = self._prepare(typed, asked.tenant)
                 keys = grain_keys(rendered.prompts[0][: rendered.state_tokens])
                 work = RequestWork.of(asked, rendered, keys)
                 work.loaded = self._fetch(work)
-                work.passed("render", self._clock())
+                work.prepared(began, parsed, self._clock())
                 self._loop.add(work, asked.batch)
         except BaseException as error:
             fail(asked.future, error)

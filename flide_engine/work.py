@@ -108,6 +108,18 @@ class RequestWork:
         made.alone, made.since = asked.alone, asked.asked
         return made
 
+    def prepared(self, began: float, parsed: float, now: float) -> None:
+        """Parsed from `began` to `parsed`, and rendered until `now`; before that it waited."""
+        spent = max(0.0, now - parsed)
+        tokenize = min(self.rendered.tokenize_s, spent)
+        self.times = {
+            "decode": max(0.0, parsed - began),
+            "render": spent - tokenize,
+            "tokenize": tokenize,
+            "queue": max(0.0, began - self.since),
+        }
+        self.since = now
+
     def passed(self, stage: str, now: float) -> None:
         """A stage ends at `now`, and the next one begins."""
         self.times[stage] = self.times.get(stage, 0.0) + max(0.0, now - self.since)

@@ -8,7 +8,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import (
@@ -128,7 +128,7 @@ class Call:
         a try. May block while the cluster learns of a death.
         """
         ours = own_error(error)
-        if not isinstance(ours, (RayActorError, EngineStopped)):
+        if not is_death(ours):
             self.ended()
             raise ours from None
         self._failures += 1
@@ -153,6 +153,11 @@ class Call:
         left = self.left_s
         within_s = SETTLED_WITHIN_S if left is None else min(SETTLED_WITHIN_S, left)
         return suspects.killed(self._suspect, within_s)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether a replica has died while this may have run there."""
+        return bool(self._suspect)
 
     def ended(self) -> None:
         """It is not answered: a replica that died may have left its mark. Blocks for a millisecond
@@ -195,6 +200,10 @@ async def ask(
             _in_background(call.ended)
             raise
         except Exception as error:
+            if not is_death(ours := own_error(error)):
+                if call.is_suspect:  # else a refusal costs no thread
+                    _in_background(call.ended)
+                raise ours from None
             await asyncio.to_thread(call.failed, error)
 
 
@@ -249,6 +258,11 @@ def own_error(error: BaseException) -> BaseException:
     if isinstance(error, DeploymentUnavailableError):
         return NotReady("no engine replica could be started; the log of deployment Engine says why")
     return error
+
+
+def is_death(error: BaseException) -> TypeGuard[RayActorError | EngineStopped]:
+    """Whether it says that a replica died, or could not be reached, and not that it refused."""
+    return isinstance(error, (RayActorError, EngineStopped))
 
 
 def plain_error(error: FlideError) -> Exception:

@@ -6,6 +6,9 @@ from flide_engine.errors import FlideError
 
 SERVE = logging.getLogger("ray.serve")
 
+FAILED = "Request failed."
+"""What Serve 2.60 says of a call that raised, with its traceback."""
+
 
 class _InALine(logging.Filter):
     """What Serve logs as a failed call, with a traceback, is one line where the error is of the
@@ -13,8 +16,10 @@ class _InALine(logging.Filter):
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        if not isinstance(error, FlideError) and error is not None:
+        if record.msg != FAILED or not record.exc_info:
+            return True
+        error = record.exc_info[1]
+        if error is not None and not isinstance(error, FlideError):
             error = error.__context__  # a plain caller's error stands for one of ours
         if isinstance(error, FlideError):
             record.msg, record.args = "not answered: %s: %s", (type(error).__name__, error)

@@ -2,6 +2,8 @@
 
 import threading
 import time
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from flide_engine.errors import (
     TooManyTokens,
     UnknownModel,
 )
+from flide_engine.work import RequestWork, Submission
 from tests.engines import NOUL, Gate, ask
 
 
@@ -199,10 +202,26 @@ def test_an_answer_says_where_its_time_went(engine: Engine) -> None:
     began = time.monotonic()
     response = engine.decide(ask("long enough to be remembered " * 8 + "and more"))
     spent = 1000 * (time.monotonic() - began)
-    assert set(response.x_timing) == {"render", "queue", "device", "finish"}
+    assert set(response.x_timing) == {
+        "decode", "render", "tokenize", "queue", "device", "finish",
+    }  # fmt: skip
     assert 0 < sum(response.x_timing.values()) <= spent
+    assert response.x_timing["tokenize"] > 0
     assert response.usage.x_reused_tokens % 64 == 0
     assert 0 < response.usage.x_reused_tokens < response.usage.input_tokens
+
+
+def test_stages_before_the_queue_add_up(engine: Engine) -> None:
+    """Waiting for a thread that renders is waiting; token ids are no part of rendering."""
+    rendered = replace(engine._prepare(engine_request("s")), tokenize_s=2.0)
+    asked = Submission(Future(), 1.0, 60.0, "", "", "", False, False)
+    work = RequestWork.of(asked, rendered, [])
+    work.prepared(5.0, 6.0, 10.0)
+    work.passed("queue", 13.0)
+    assert work.times == {"decode": 1.0, "render": 2.0, "tokenize": 2.0, "queue": 4.0 + 3.0}
+    late = RequestWork.of(asked, replace(rendered, tokenize_s=9.0), [])
+    late.prepared(5.0, 6.0, 10.0)
+    assert (late.times["render"], late.times["tokenize"]) == (0.0, 4.0)
 
 
 def test_texts_are_kept_by_tenant(engine: Engine) -> None:

@@ -49,8 +49,8 @@ class Rendered:
     state_prompts: how many of the first prompts are questions about the state. state_tokens: how
     many tokens they begin with that will still begin them when the state has grown. turns: token
     positions in the state where a turn of a conversation begins that may be said anew, ascending,
-    none after state_tokens. note: the family's own, handed back to
-    `finish`.
+    none after state_tokens. note: the family's own, handed back to `finish`. tokenize_s: seconds
+    that were spent on token ids.
     """
 
     prompts: tuple[Tokens, ...]
@@ -61,6 +61,7 @@ class Rendered:
     state_tokens: int
     note: Any
     turns: tuple[int, ...] = ()
+    tokenize_s: float = 0.0
 
 
 @dataclass(frozen=True)

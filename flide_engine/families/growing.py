@@ -6,8 +6,10 @@ would spend on what it has said before.
 
 import sys
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,6 +53,7 @@ class GrowingTexts:
         self._by_key: dict[_Key, _Kept] = {}
         self._bytes = 0
         self._lock = threading.Lock()
+        self._spent = threading.local()
 
     @property
     def bytes(self) -> int:
@@ -59,16 +62,33 @@ class GrowingTexts:
 
     def encode(self, text: str, tenant: str) -> Tokens:
         """See TextTokenizer.encode. For texts that come again as they are, as questions do."""
-        if not self._most:
-            return self._tokenizer.encode(text)
-        return self._words(text, tenant).ids
+        with self._timed():
+            if not self._most:
+                return self._tokenizer.encode(text)
+            return self._words(text, tenant).ids
 
     def encode_growing(self, text: str, tenant: str) -> tuple[Tokens, int]:
         """See TextTokenizer.encode_growing."""
-        if not (self._most and self._tokenizer.can_resume):
-            return self._tokenizer.encode_growing(text)
-        words = self._words(text, tenant)
-        return words.ids, words.settled
+        with self._timed():
+            if not (self._most and self._tokenizer.can_resume):
+                return self._tokenizer.encode_growing(text)
+            words = self._words(text, tenant)
+            return words.ids, words.settled
+
+    def spent_s(self) -> float:
+        """Seconds that the calling thread has spent here since it last asked."""
+        spent = getattr(self._spent, "seconds", 0.0)
+        self._spent.seconds = 0.0
+        return float(spent)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            before = getattr(self._spent, "seconds", 0.0)
+            self._spent.seconds = before + time.perf_counter() - began
 
     def tokens_before(self, text: str, tenant: str, character: int) -> int | None:
         """Tokens of a text before the word that a character stands in; None where words are not

@@ -78,6 +78,7 @@ class NextToken:
 
         The state is encoded once if the tokenizer always ends a word before a question.
         """
+        self._texts.spent_s()  # of a request before that was refused
         state = entry_text(request.state).strip()
         opening = self._opening + (state + "\n\n" if state else "")
         # the cut is safe after the blank line only
@@ -107,6 +108,7 @@ class NextToken:
             state_tokens=len(self._before) + settled if cut else 0,
             note=request.questions,
             turns=() if turn is None else (len(self._before) + min(turn, settled),),
+            tokenize_s=self._texts.spent_s(),
         )
 
     def finish(self, rendered: Rendered, values: Sequence[Floats]) -> dict[str, Answer]:

@@ -109,6 +109,7 @@ class OptionVectors:
 
     def render(self, request: DecisionRequest, tenant: str = "") -> Rendered:
         """See Family.render. The state is encoded once, each distinct option once."""
+        self._texts.spent_s()  # of a request before that was refused
         text = entry_text(request.state)
         ids, settled = self._texts.encode_growing(text, tenant)
         turn = last_turn(request.state, text)
@@ -144,6 +145,7 @@ class OptionVectors:
             state_tokens=1 + settled,
             note=note,
             turns=() if turn is None else (min(1 + turn, 1 + settled),),
+            tokenize_s=self._texts.spent_s(),
         )
 
     def finish(self, rendered: Rendered, values: Sequence[Floats]) -> dict[str, Answer]:

@@ -3,9 +3,11 @@ grown only the end is encoded again.
 """
 
 import gzip
+import itertools
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from flide_engine.errors import InvalidRequest
 from flide_engine.families.growing import CHUNK, GrowingTexts
 from flide_engine.families.tokenizer import TextTokenizer, Words
 from tests.checkpoints import save_tokenizer
@@ -162,6 +165,26 @@ def test_nothing_is_kept_where_nothing_may_be(tokenizer: TextTokenizer) -> None:
     assert texts.encode_growing(agent(40), "")[0].tolist() == tokenizer.encode(agent(40)).tolist()
     assert texts.encode("q", "").tolist() == tokenizer.encode("q").tolist()
     assert texts.bytes == 0
+
+
+def test_time_is_told_to_who_spent_it(
+    tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once; also of a text that was refused, and of no other thread's."""
+    monkeypatch.setattr(
+        "flide_engine.families.growing.time",
+        SimpleNamespace(perf_counter=itertools.count(0.0, 0.5).__next__),
+    )
+    texts = GrowingTexts(tokenizer, MOST)
+    texts.encode("a", "")
+    texts.encode_growing("b", "")
+    with pytest.raises(InvalidRequest):
+        texts.encode("\ud800", "")
+    other: list[float] = []
+    thread = threading.Thread(target=lambda: other.append(texts.spent_s()))
+    thread.start()
+    thread.join()
+    assert (other, texts.spent_s(), texts.spent_s()) == ([0.0], 1.5, 0.0)
 
 
 def test_threads(tokenizer: TextTokenizer) -> None:

@@ -273,6 +273,45 @@ def test_nothing_is_loaded_from_elsewhere_and_no_error_is_logged(page: Tab, url:
     assert not [e for e in page.events if e["method"] == "Runtime.exceptionThrown"]
 
 
+SHOWN = """(() => {
+  const behind = (e) => {
+    for (let at = e; at; at = at.parentElement) {
+      const color = getComputedStyle(at).backgroundColor;
+      if (!/, 0\\)$/.test(color)) return color;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  const speaks = (e) => [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+  const said = [...document.querySelectorAll("body *")].filter((e) =>
+    e.offsetParent && !e.disabled && speaks(e));
+  return [[document.body.tagName, getComputedStyle(document.body).color, behind(document.body)],
+    ...said.map((e) => [e.tagName + " " + e.innerText.slice(0, 20),
+      getComputedStyle(e).color, behind(e)])];
+})()"""
+"""What elements with text show: (name, its color, the color behind it)."""
+
+
+def luminance(color: str) -> float:
+    """Relative luminance of `rgb(r, g, b)`, as WCAG 2 defines it."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_light_and_dark(page: Tab, scheme: str) -> None:
+    """As the reader's system has it; all text stands out from what is behind it by 4.5 to 1."""
+    page.look(1280, 900, scheme)
+    ask(page)
+    shown = page.run(SHOWN)
+    assert len(shown) > 40
+    behind = luminance(shown[0][2])
+    assert behind < 0.05 if scheme == "dark" else behind > 0.8
+    for name, color, back in shown:
+        low, high = sorted((luminance(color), luminance(back)))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, (name, color, back)
+
+
 def test_the_page_ships_with_the_package() -> None:
     """It lies beside the module, and the build is told of it."""
     root = Path(__file__).parents[2]

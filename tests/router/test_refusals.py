@@ -69,10 +69,19 @@ def test_other_faults_are_logged_in_full(
     with caplog.at_level(logging.INFO, "ray.serve"):
         failed(ZeroDivisionError("ours"))
         SERVE.error("a line without one")
-    first, second = caplog.records
+        try:
+            raise NotReady("the engine is closed")
+        except NotReady:
+            SERVE.exception("checkpoints could not be handed over")
+    first, second, third = caplog.records
     assert (first.getMessage(), first.levelname) == ("Request failed.", "ERROR")
     assert "ZeroDivisionError: ours" in caplog.text
     assert second.getMessage() == "a line without one"
+    assert (third.getMessage(), third.levelname) == (
+        "checkpoints could not be handed over",
+        "ERROR",
+    )
+    assert third.exc_info
 
 
 def test_refusals_are_not_logged_where_only_warnings_are(
