@@ -5,6 +5,7 @@ ARGS ?=
 DATA ?= ../shared/workloads
 RATE ?= 0.5,1
 OUT ?= build/loadtest
+WORKERS ?= 2
 BIN := .venv/bin
 SERVE := .venv/.serve-ready
 DEV := .venv/.dev-ready
@@ -19,9 +20,9 @@ doctor: $(SERVE)  ## versions, kernels, what the options of ARGS come to, and wh
 	@$(BIN)/python -m deployments.doctor doctor port=$(PORT) $(ARGS)
 
 test: $(DEV)  ## every test that needs neither a GPU nor much time
-	@# Serve keeps clusters, loggers and modules for the life of a process: its tests have one alone
-	$(BIN)/python -m pytest tests/deployments
-	$(BIN)/python -m pytest --ignore=tests/deployments
+	@# Clusters, and what Serve keeps for the life of a process, want one process and both cores
+	$(BIN)/python -m pytest -m "ray and not gpu and not slow"
+	$(BIN)/python -m pytest -m "not ray and not gpu and not slow" -n $(WORKERS) --dist loadfile
 
 test-slow: $(DEV)  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow

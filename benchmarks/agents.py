@@ -129,6 +129,13 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--peer", type=Path, help="folder with flide 0.1.4 and fla 0.5.2")
     parser.add_argument("--modes", nargs="*", default=["default"], help="of ours and flide")
+    parser.add_argument(
+        "--parts",
+        type=int,
+        nargs="*",
+        default=[],
+        help="ours with attention's keys cut so (grains)",
+    )
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--times", type=int, default=6, help="steps a pass")
     parser.add_argument("--agents", type=int, default=32, help="of the closed loop")
@@ -138,10 +145,12 @@ def main() -> None:
     args = parser.parse_args()
     weights = str(weights_folder(args.shape, args.weights))
     config = {"dtype": "bfloat16", "keep_checkpoints": True}
-    workers = [
-        Worker("ours", args.shape, [], mode, weights=weights, pool_gib=args.pool_gib, config=config)
-        for mode in args.modes
-    ]
+    ours = {"weights": weights, "pool_gib": args.pool_gib, "config": config}
+    workers = [Worker("ours", args.shape, [], mode, **ours) for mode in args.modes]
+    for part in args.parts:
+        worker = Worker("ours", args.shape, [], **ours, part=part)
+        worker.mode = f"parts of {part}"
+        workers.append(worker)
     if args.peer:
         workers += [
             Worker(

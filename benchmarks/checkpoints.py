@@ -176,16 +176,17 @@ class Memory:
 
     def make_room(self, now: float) -> None:
         """Gives up what does not fit, tails first."""
-        while self._too_much() and (freed := self.index.evict(now)) is not None:
-            self._free(freed)
+        victims = self.index.victims(now)
+        while self._too_much() and (victim := next(victims, None)) is not None:
+            self._free(self.index.remove(victim))
         tails = self._tails or {}
         while tails and self.held + TAIL_PAGES * len(tails) > self._budget:
             del tails[next(iter(tails))]
 
     def drop_all(self) -> None:
         """Gives up everything; nothing may be left."""
-        while (freed := self.index.evict(0.0)) is not None:
-            self._free(freed)
+        for victim in self.index.victims(0.0):
+            self._free(self.index.remove(victim))
         assert self.held == 0, "the replay's accounting does not balance"
 
     def _too_much(self) -> bool:

@@ -6,10 +6,12 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 
-Row = dict[str, str | int | float | None]
+Row = dict[str, Any]
+"""Numbers and words by name; a count by kind is one level deeper."""
 
 
 def commit() -> str:
@@ -36,7 +38,7 @@ def card() -> str:
     return "cpu"
 
 
-def stamp(rows: Sequence[Mapping[str, str | int | float | None]]) -> list[Row]:
+def stamp(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
     """The rows with date, commit and card in front."""
     head: Row = {"date": datetime.now(UTC).date().isoformat(), "commit": commit(), "card": card()}
     return [{**head, **row} for row in rows]

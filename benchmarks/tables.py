@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.fleet import tables as fleet
 from benchmarks.results_file import RESULTS
 
 ROOT = RESULTS.parents[1]
@@ -78,18 +79,45 @@ def engine_modes(rows: Rows) -> list[str]:
     return lines
 
 
+SIDES = {
+    ("ours", "deterministic"): "ours",
+    ("ours", "default"): "ours, deterministic=false",
+    ("flide", "deterministic"): "flide 0.1.4, batch-invariant",
+}
+
+
 def deterministic(rows: Rows) -> list[str]:
     """Comparisons of label logits, bit by bit."""
     lines = [
-        "| shape | deterministic | questions compared | of them resumed | differ | largest"
-        " | replicas that differ |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "| shape | engine | questions compared | of them resumed | differ from the prompt alone"
+        " | largest | differ from the request alone | processes that differ |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
-        numbers = (f"{row['compared']:,}", f"{row['resumed']:,}", f"{row['differing']:,}")
-        mode = "yes" if row["mode"] == "deterministic" else "no"
-        rest = (f"{row['largest']:.2g}", f"{row['replicas_differing']} of {row['replicas']}")
-        lines.append(f"| {' | '.join((row['shape'], mode, *numbers, *rest))} |")
+        counts = [f"{row[key]:,}" for key in ("compared", "resumed", "differing")]
+        company = f"{row['in_company']:,}" if "in_company" in row else "-"
+        others = "-"
+        if "replicas" in row:
+            others = f"{row['replicas_differing']} of {row['replicas']}"
+        head = (row["shape"], SIDES[row["engine"], row["mode"]])
+        cells = [*head, *counts, f"{row['largest']:.2g}", company, others]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def deterministic_paths(rows: Rows) -> list[str]:
+    """By which paths the compared answers came; a question counts under each that it took."""
+    sides = {
+        (row["shape"], SIDES[row["engine"], row["mode"]]): row for row in rows if "by_path" in row
+    }
+    heads = [f"{shape}, {side}" for shape, side in sides]
+    lines = [f"| path | {' | '.join(heads)} |", f"|---|{'---:|' * len(heads)}"]
+    for path in sorted({path for row in sides.values() for path in row["by_path"]}):
+        cells = []
+        for row in sides.values():
+            wrong, count = row["wrong"].get(path, 0), row["by_path"].get(path)
+            cells.append("-" if count is None else f"{wrong:,} of {count:,}")
+        lines.append(f"| {path} | {' | '.join(cells)} |")
     return lines
 
 
@@ -295,6 +323,7 @@ TABLES: dict[str, Callable[[Rows], list[str]]] = {
     "engine_loops": engine_loops,
     "engine_modes": engine_modes,
     "deterministic": deterministic,
+    "deterministic_paths": deterministic_paths,
     "engine_ablations": engine_ablations,
     "engine_cpu": engine_cpu,
     "fidelity": fidelity,
@@ -306,6 +335,9 @@ TABLES: dict[str, Callable[[Rows], list[str]]] = {
     "serving": serving,
     "serving_stages": serving_stages,
     "soak": soak,
+    "fleet": fleet.agents,
+    "fleet_gpu": fleet.mixed,
+    "fleet_drain": fleet.drains,
 }
 
 
@@ -313,6 +345,8 @@ FILE_OF = dict.fromkeys(
     ("engine_loops", "engine_modes", "engine_cpu", "engine_ablations"), "engine"
 )
 FILE_OF["serving_stages"] = "serving"
+FILE_OF |= dict.fromkeys(("fleet_gpu", "fleet_drain"), "fleet")
+FILE_OF["deterministic_paths"] = "deterministic"
 
 
 def redrawn(text: str) -> str:

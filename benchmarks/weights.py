@@ -65,18 +65,21 @@ def weights_folder(shape: str, where: Path | None = None) -> Path:
     """
     where = where or Path(tempfile.gettempdir()) / "flide-benchmarks"
     folder = where / f"{shape}-{VERSION}"
-    if folder.is_dir():
-        return folder
-    where.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=where))
+    return folder if folder.is_dir() else write_folder(SHAPES[shape], folder)
+
+
+def write_folder(shape: dict[str, Any], folder: Path) -> Path:
+    """A new folder with random weights of a config, and with what else a checkpoint has."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=folder.parent))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = Qwen35Config.of(SHAPES[shape])
+    config = Qwen35Config.of(shape)
     tensors = {
         name if name == "lm_head.weight" else f"model.{name}": tensor
         for name, tensor in random_weights(config, device).items()
     }
     save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
-    (made / "config.json").write_text(json.dumps(SHAPES[shape], indent=1))
+    (made / "config.json").write_text(json.dumps(shape, indent=1))
     (made / "tokenizer.json").write_text(json.dumps(tokenizer()))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
     (made / "tokenizer_config.json").write_text(json.dumps(settings))

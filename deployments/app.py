@@ -102,6 +102,7 @@ def _routing(args: AppArgs) -> dict[str, Any]:
         return {}
     config = RequestRouterConfig(
         request_router_class="router.request_router.StateRouter",
+        request_router_kwargs={"cold_start_s": args.cold_start_s} if args.may_sleep else {},
         request_routing_stats_period_s=args.stats_period_s,
     )
     return {"request_router_config": config}

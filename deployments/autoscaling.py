@@ -157,7 +157,8 @@ class FleetPolicy:
         self._metrics.needs(application, kept.get("needs", {}))
         if self._before is not None and target != self._before[0]:
             change, (_, asked, reason) = target - self._before[0], self._before
-            ours = (asked - self._before[0]) * change > 0
+            # from zero Serve itself wakes the fleet, without a question
+            ours = (asked - self._before[0]) * change > 0 or (reason == "waking" and change > 0)
             self._metrics.decided(application, change, reason if ours else "not ours")
         self._before = target, count, kept["reason"]
 

@@ -50,6 +50,12 @@ class AppArgs(BaseModel):
     max_replicas: int = Field(
         8, gt=0, description="Most engine replicas when num_replicas is auto."
     )
+    cold_start_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds that a first engine replica is taken to need, until a process has seen"
+        " it start; who waits less is sent away at once. Of use with min_replicas 0.",
+    )
     latency_objective_ms: float = Field(
         500.0,
         gt=0,
@@ -159,6 +165,8 @@ class AppArgs(BaseModel):
     def _values_make_sense(self) -> Self:
         if self.min_replicas > self.max_replicas:
             raise ValueError(f"min_replicas {self.min_replicas} exceeds {self.max_replicas} (max)")
+        if self.may_sleep and not self.state_routing:
+            raise ValueError("min_replicas 0 needs state_routing, which tells who is there")
         if isinstance(self.num_replicas, int) and self.num_replicas < 1:
             raise ValueError(f"num_replicas {self.num_replicas}; at least 1, or auto")
         if not all(map(is_hash, self.key_hashes)):
@@ -215,6 +223,11 @@ class AppArgs(BaseModel):
     def most_replicas(self) -> int:
         """Engine replicas that there may be."""
         return self.max_replicas if self.num_replicas == "auto" else self.num_replicas
+
+    @property
+    def may_sleep(self) -> bool:
+        """Whether there may be no engine replica where there is nothing to do."""
+        return self.num_replicas == "auto" and self.min_replicas == 0
 
     @property
     def key_hashes(self) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from router.asking import plain_error
 from router.fingerprint import Fingerprint
 from router.policy import Load
 from router.receiver import Receiver
+from router.refusals import in_a_line
 from router.routing_key import anchor_text, as_key
 from router.session_id import check_session_id
 from router.states import StateCall, Told
@@ -55,6 +56,7 @@ class EngineReplica:
         from flide_engine.engine import Engine  # loads torch, in the replica only
 
         logs.join()
+        in_a_line()
         self._leaving, self._draining = leaving or Leaving(), False
         self._calls, self._taken_over, self._turns = Calls(), Counter[str](), Turns()
         self._engine = Engine(EngineConfig.model_validate(config))
@@ -114,9 +116,10 @@ class EngineReplica:
         suspect: str = "",
         retry: bool = False,
         reason: str = "",
-    ) -> tuple[bytes, str, tuple[float, ...]]:
+    ) -> tuple[bytes | FlideError, str, tuple[float, ...]]:
         """As `decide`, for callers with this package: (the response's JSON, this replica's id, its
-        load).
+        load). An error of the tree takes the response's place: raised, it would be pickled with its
+        traceback and logged with it, which costs most when there are most of them.
 
         request: also the bytes of its JSON. suspect: what the request is called if a replica has
         died under it (`router.suspects`); it shares no round then. retry: it was asked before.
@@ -125,12 +128,18 @@ class EngineReplica:
         how = {"tenant": tenant, "name": session_id, "timeout": timeout_s, "batch": batch}
         self._metrics.routed(reason, retry)
         how["alone"] = bool(suspect)
-        async with self._turns.of(suspect):
-            try:
+        told: bytes | FlideError
+        try:
+            async with self._turns.of(suspect):
                 answers = await self._decide(request, how, (route, anchor, home))
-            except EngineStopped as error:
-                raise EngineStopped(error.cause, error.running, self._id) from None
-        return answers.model_dump_json().encode(), self._id, tuple(self._load())
+            told = answers.model_dump_json().encode()
+        except EngineStopped as error:
+            log.error("not answered: %s", error)
+            told = EngineStopped(error.cause, error.running, self._id)
+        except FlideError as error:
+            log.info("not answered: %s: %s", type(error).__name__, error)
+            told = error.with_traceback(None)
+        return told, self._id, tuple(self._load())
 
     async def _decide(
         self,
@@ -234,9 +243,9 @@ class EngineReplica:
         return end
 
     async def counters(self) -> dict[str, Any]:
-        """Since the start: requests answered, and tokens asked for, found in checkpoints, computed;
-        beside them this replica's id and process, how many requests wait now, and how hand-overs to
-        it ended.
+        """Since the start: requests answered, tokens asked for, found in checkpoints, computed, and
+        seconds in which a round was under way; beside them this replica's id and process, how many
+        requests wait now, and how hand-overs to it ended.
         """
         tokens = self._engine.counters()
         return {
@@ -247,6 +256,7 @@ class EngineReplica:
             "tokens_asked": tokens.asked,
             "tokens_reused": tokens.reused,
             "tokens_computed": tokens.computed,
+            "busy_seconds": tokens.busy_seconds,
             "checkpoints_taken_over": dict(self._taken_over),
         }
 

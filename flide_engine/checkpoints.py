@@ -6,17 +6,17 @@ Puts the index, the pool's counts and the mark policy together. Only the engine'
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from flide_engine.cache.disk import Loaded
+from flide_engine.cache.disk_file import Loaded
 from flide_engine.cache.index import Checkpoint, Freed, PrefixIndex
 from flide_engine.cache.marks import MarkPolicy
 from flide_engine.cache.names import Named
 from flide_engine.cache.pool import Pool
 from flide_engine.cache.seen import Seen
 from flide_engine.config import GRAIN
+from flide_engine.counters import Counters
 from flide_engine.errors import PoolExhausted
 from flide_engine.layout.plan import Anchor, Ints
 from flide_engine.tiers import Tiers
@@ -24,25 +24,8 @@ from flide_engine.work import RequestWork, Resume
 
 log = logging.getLogger(__name__)
 
-
-@dataclass
-class Counters:
-    """Since the start. Tokens: asked for, found in checkpoints, computed; of those found, how many
-    came back from host memory and from disk; and of the states' whole grains, how many were
-    computed again, request by request; rows that padded rounds to their buckets. Requests that
-    resumed from a checkpoint. Rounds, and seconds in which one was under way.
-    """
-
-    asked: int = 0
-    reused: int = 0
-    computed: int = 0
-    from_host: int = 0
-    from_disk: int = 0
-    recomputed: int = 0
-    padding: int = 0
-    resumed: int = 0
-    rounds: int = 0
-    busy_seconds: float = 0.0
+COPIES_WAIT_S = 0.01
+"""How often an engine that has nothing else to do looks after copies under way."""
 
 
 class Checkpoints:
@@ -199,14 +182,16 @@ class Checkpoints:
     def make_room(self, error: PoolExhausted) -> bool:
         """Evicts until what a round lacked is free. False if not enough can be."""
         while self._pool.free < error.needed:
-            victim = self.index.victim(self._clock())
-            if victim is None:
-                if self._tiers is None or not self._tiers.settle(copies=True):
-                    return False
-                continue
-            if self._tiers is not None:
-                self._copy(victim, leaving=True)
-            self.free(self.index.remove(victim))
+            found = False
+            for victim in self.index.victims(self._clock()):
+                found = True
+                if self._tiers is not None:
+                    self._copy(victim, leaving=True)
+                self.free(self.index.remove(victim))
+                if self._pool.free >= error.needed:
+                    break
+            if not found and (self._tiers is None or not self._tiers.settle(copies=True)):
+                return False
         return True
 
     def copy_some(self, most: int) -> None:
@@ -217,22 +202,39 @@ class Checkpoints:
             return
         self._tiers.settle()
         self._let_go()
-        size = self._pool.shape.slot_bytes(self._pool.dtype.itemsize)
         while self._to_copy and most > 0:
             checkpoint = self._to_copy.popleft()
             if checkpoint in self.index:
-                self._copy(checkpoint)
-                most -= size
+                most -= self._copy(checkpoint)
 
     @property
     def has_copies_to_make(self) -> bool:
         """Whether `copy_some` has something to do."""
         return bool(self._to_copy)
 
-    def _copy(self, checkpoint: Checkpoint, leaving: bool = False) -> None:
+    @property
+    def copies_wait_s(self) -> float | None:
+        """Seconds after which `copy_some` may find that copies under way are made, and have them
+        written; None if none is under way.
+        """
+        return COPIES_WAIT_S if self._tiers is not None and self._tiers.is_copying else None
+
+    def close(self) -> None:
+        """Copies what has not been, if it can outlive the process; to be called at the end."""
+        if self._tiers is None:
+            return
+        try:
+            if self._tiers.disk is not None:
+                self.copy_some(1 << 62)
+        except Exception:
+            log.exception("checkpoints that had not been copied yet are lost")
+        finally:
+            self._tiers.close()
+
+    def _copy(self, checkpoint: Checkpoint, leaving: bool = False) -> int:
         assert self._tiers is not None
         index = self.index
-        self._tiers.copy(
+        return self._tiers.copy(
             checkpoint, index.tokens_of(checkpoint), index.keys_of(checkpoint),
             self._pool, index.pages_of(checkpoint), leaving,
         )  # fmt: skip
@@ -259,23 +261,33 @@ class Checkpoints:
                 self.counters.from_disk += len(loaded.tokens)
         elif held is not None and position > (here.position if here else 0):
             held.locks += 1  # making room on the device may store what leaves there
-            if made := self._bring(work.tenant, tokens[:position], keys, held, held):
+            try:
+                made = self._bring(work.tenant, tokens[:position], keys, held, held)
+            finally:
+                held.locks -= 1
+            if made is not None:
                 made.hits = held.hits
                 self.counters.from_host += position
-            held.locks -= 1
             held.used = self._clock()
 
     def bring_copy(self, held: Checkpoint) -> Checkpoint | None:
-        """Copies a checkpoint of the host tier to the device, where it is complete on return. None
-        if no room can be made for it.
+        """Copies a checkpoint of the host tier to the device, where it is complete on return, as
+        long out of use as the copy. None if no room can be made for it.
         """
         assert self._tiers is not None
         index = self._tiers.host.index
-        held.locks += 1
-        made = self._bring(held.tenant, index.tokens_of(held), index.keys_of(held), held, held)
-        held.locks -= 1
-        if made is not None:
-            self._tiers.settle(copies=True)
+        tokens, keys = index.tokens_of(held), index.keys_of(held)
+        made = self.index.match(held.tenant, tokens, keys, held.position).checkpoint
+        if made is None or made.position < held.position:
+            held.locks += 1
+            try:
+                made = self._bring(held.tenant, tokens, keys, held, held)
+            finally:
+                held.locks -= 1
+            if made is None:
+                return None
+            made.used = held.used
+        self._tiers.settle(copies=True)
         return made
 
     def _bring(
@@ -286,8 +298,8 @@ class Checkpoints:
         source: Checkpoint | Loaded,
         known_as: Named,
     ) -> Checkpoint | None:
-        """Begins to copy a checkpoint of the state of these tokens to the device. None if no room
-        can be made for it.
+        """Begins to copy a checkpoint of the state of these tokens to the device, which has none so
+        long. None if no room can be made for it.
 
         known_as: for whom it is kept; that the device keeps it, too, is not what it was pinned for.
         """
@@ -305,7 +317,12 @@ class Checkpoints:
         finally:
             if base is not None:
                 base.locks -= 1
-        event = self._tiers.restore(source, first, self._pool, pages, int(slots[0]))
+        try:
+            event = self._tiers.restore(source, first, self._pool, pages, int(slots[0]))
+        except BaseException:
+            self._pool.pages.release(pages)
+            self._pool.slots.release(slots)
+            raise
         every = np.concatenate([known.pages, pages]).astype(np.int32)
         made, taken, _ = self.index.insert(
             tenant, tokens, keys, every, int(slots[0]), self._clock(),

@@ -78,6 +78,11 @@ class EngineConfig(BaseModel):
         description="Predicted wait in milliseconds from which on requests are refused; half of it"
         " for batch work.",
     )
+    measure_costs: bool | None = Field(
+        None,
+        description="Whether rounds of each length are timed at start, so that the first waits are"
+        " predicted, too; none: on a GPU.",
+    )
     batch_age_s: float = Field(
         30.0, gt=0, description="Seconds after which batch work that waits counts as interactive."
     )
@@ -118,16 +123,28 @@ class EngineConfig(BaseModel):
     )
     disk_folder: Path | None = Field(
         None,
-        description="Folder in which checkpoints outlive the process; needs host_bytes.",
+        description="Folder in which checkpoints outlive the process; needs host_bytes. Engines"
+        " that share it each take a numbered folder in it, the next one that of one that ended.",
     )
-    disk_bytes: int = Field(64 << 30, gt=0, description="Bytes of all files in disk_folder.")
+    disk_bytes: int = Field(
+        64 << 30, gt=0, description="Bytes of one engine's checkpoint files in disk_folder."
+    )
     tier_state_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="Type of recurrent states in host memory and on disk; bfloat16 halves them and"
         " is not exact (docs/checkpoints.md).",
     )
     option_cache_entries: int = Field(
-        65536, ge=0, description="Option vectors kept across requests (option-vector families)."
+        65536,
+        ge=0,
+        description="Option vectors kept across requests, of all tenants together, each finding its"
+        " own only (option-vector families).",
+    )
+    text_cache_bytes: int = Field(
+        128 << 20,
+        ge=0,
+        description="Memory for texts and their token ids, by tenant, so that of a state that has"
+        " grown only the end is tokenized; 0: none are kept.",
     )
     render_threads: int = Field(2, gt=0, description="Threads that render and tokenize.")
     watchdog_seconds: float = Field(

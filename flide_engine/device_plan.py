@@ -18,6 +18,7 @@ from flide_engine.layout.tasks import (
     count_chunks,
     stores_of,
     write_chunks,
+    write_parts,
     write_rows,
     write_scans,
     write_tiles,
@@ -31,6 +32,9 @@ COPIED = (
     "read_rows",
 )  # fmt: skip
 """Arrays of a plan that the device takes as they are."""
+
+PARTS_A_TILE = 16
+"""Room for parts beyond the first, for each tile that may be cut."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,19 @@ class Capacity:
     passed: int
     labels: int
     turn: int = 1
+    split: int = 0
+
+    @property
+    def sums(self) -> int:
+        """Tiles that may be cut into parts."""
+        return self.rows // self.tile + 16 if self.split else 0
 
     @classmethod
-    def of(cls, rows: int, tile: int, history: int, turn: int = 1) -> "Capacity":
-        """Of a bucket: room for many short branches, and for `history` grains of pages."""
+    def of(cls, rows: int, tile: int, history: int, turn: int = 1, split: int = 0) -> "Capacity":
+        """Of a bucket: room for many short branches, and for `history` grains of pages.
+
+        turn: attention tiles that run at once. split: grains after which a tile's keys are cut.
+        """
         nodes = rows // ROWS_A_PROMPT + 72
         return cls(
             rows=rows,
@@ -65,10 +78,11 @@ class Capacity:
             passed=rows // 64 + 2 * nodes,
             labels=4 * rows + 1024,
             turn=turn,
+            split=split,
         )
 
     @classmethod
-    def exactly(cls, plan: RoundPlan, tile: int, turn: int = 1) -> "Capacity":
+    def exactly(cls, plan: RoundPlan, tile: int, turn: int = 1, split: int = 0) -> "Capacity":
         """Of one plan."""
         n = plan.num_nodes
         return cls(
@@ -83,11 +97,14 @@ class Capacity:
             passed=len(plan.tokens) // 64 + 2 * n + len(plan.store_nodes),
             labels=256,
             turn=turn,
+            split=split,
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each array in the buffer, in order."""
         a, n, r = self.tiles, self.nodes, self.reads
+        cut_a, cut_r = (a, r) if self.split else (0, 0)
+        parts = PARTS_A_TILE * self.sums
         return {
             "tokens": (self.rows,),
             "positions": (self.rows,),
@@ -118,6 +135,10 @@ class Capacity:
             "read_tile_nodes": (r, 2),
             "read_tile_ends": (r, 2),
             "read_tile_pages": (r, 2),
+            "tile_parts": (cut_a + parts, 2),
+            "tile_sums": (cut_a, 2),
+            "read_tile_parts": (cut_r + parts, 2),
+            "read_tile_sums": (cut_r, 2),
         }
 
 
@@ -144,7 +165,7 @@ class Tables:
             at += -(-size // 4) * 4  # every array begins on 16 bytes
         self._views = hosts
         self._every = np.arange(capacity.rows, dtype=np.int32)
-        self.stream = _stream(views, capacity.passed)
+        self.stream = _stream(views, capacity)
         self.label_reads, self.label_rows = views["label_reads"], views["label_rows"]
 
     @property
@@ -178,12 +199,18 @@ class Tables:
         write_rows(
             plan.cu_seqlens, plan.starts, plan.chain_rows, host["row_nodes"], host["row_taps"]
         )
-        tiles = self._tiles("tile_", plan, self._every[: plan.num_rows])
+        every = self._every[: plan.num_rows]
+        tiles = self._tiles("tile_", plan, every)
         reads = self._tiles("read_tile_", plan, plan.read_rows)
         if tiles < 0 or reads < 0:
             return False
+        parts = self._parts("tile_", plan, every, tiles)
+        read_parts = self._parts("read_tile_", plan, plan.read_rows, reads)
+        if parts < 0 or read_parts < 0:
+            return False
         scans, resumed = self._chunks(plan)
-        host["counts"][:6] = chunks, tiles, reads, len(plan.write_pages), resumed, scans
+        written = len(plan.write_pages)
+        host["counts"][:] = chunks, tiles, reads, written, resumed, scans, parts, read_parts
         return True
 
     def _tiles(self, prefix: str, plan: RoundPlan, rows: Ints) -> int:
@@ -194,6 +221,15 @@ class Tables:
             rows, order, self.capacity.tile, self.capacity.turn,
             plan.cu_seqlens, plan.starts, plan.parents, plan.page_lists, plan.page_list_ends,
             *lists,
+        )  # fmt: skip
+
+    def _parts(self, prefix: str, plan: RoundPlan, rows: Ints, tiles: int) -> int:
+        host, most = self.host, self.capacity
+        if not most.split:
+            return 0
+        return write_parts(
+            tiles, most.split, most.sums, rows, host["row_nodes"], plan.cu_seqlens, plan.starts,
+            *(host[f"{prefix}{name}"] for name in ("queries", "parts", "sums")),
         )  # fmt: skip
 
     def _chunks(self, plan: RoundPlan) -> tuple[int, int]:
@@ -218,9 +254,9 @@ class Tables:
         self._turn ^= 1
 
 
-def _stream(views: dict[str, Tensor], passed: int) -> StreamTensors:
+def _stream(views: dict[str, Tensor], most: Capacity) -> StreamTensors:
     lists = {name: views[name] for name in StreamTasks.__dataclass_fields__ if name in views}
-    tasks = StreamTasks(**lists, passed_states=passed)
+    tasks = StreamTasks(**lists, passed_states=most.passed, split=most.split, sums=most.sums)
     nothing = views["counts"][:0]
     plan = {
         name: views.get(name, nothing)

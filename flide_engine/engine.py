@@ -20,12 +20,13 @@ import torch
 
 from flide_engine.admission import Load
 from flide_engine.api import DecisionRequest, DecisionResponse, Usage
-from flide_engine.cache.disk import Loaded
+from flide_engine.cache.disk_file import Loaded
 from flide_engine.cache.index import grain_keys
 from flide_engine.cache.marks import MarkPolicy
 from flide_engine.cache.pool import Accounting, Pool
-from flide_engine.checkpoints import Checkpoints, Counters
+from flide_engine.checkpoints import Checkpoints
 from flide_engine.config import EngineConfig
+from flide_engine.counters import Counters
 from flide_engine.errors import (
     DeadlineExceeded,
     Fault,
@@ -39,6 +40,7 @@ from flide_engine.graphs import executor_for
 from flide_engine.layout.tree import build_forest
 from flide_engine.limits import check_questions, check_tokens, seconds_allowed
 from flide_engine.loop import RoundLoop, fail
+from flide_engine.measuring import measured
 from flide_engine.memory import Card, plan_memory
 from flide_engine.models.registry import load_model
 from flide_engine.models.weights import weights_hash
@@ -85,7 +87,7 @@ class Engine(StateOperations):
         if threads is not None:
             torch.set_num_threads(threads)
         self._family, vocab = load_family(
-            folder, name, self.weights_hash, config.option_cache_entries
+            folder, name, self.weights_hash, config.option_cache_entries, config.text_cache_bytes
         )
         check_fit(config, model.vocab_size, vocab, model.max_positions)
         memory = plan_memory(config, model.state_shape, dtype, Card.of(device))
@@ -114,11 +116,13 @@ class Engine(StateOperations):
         self._states = States(
             self._checkpoints, pool, self._tiers, clock, config.pin_share, memory.least
         )
+        runner = Runner(executor, pool, config.fork)
         self._loop = RoundLoop(
-            Runner(executor, pool, config.fork),
+            runner,
             Scheduler(
                 config.max_round_tokens,
                 config.max_queued_tokens,
+                measured(runner, config, device.type),
                 bucket_of=executor.bucket_of,
                 max_queue_ms=config.max_queue_ms,
                 batch_age_s=config.batch_age_s,
@@ -186,7 +190,11 @@ class Engine(StateOperations):
             self._rendering[tenant] += 1
         # on, in the caller's context: what is logged of a request says whose it is
         render = partial(copy_context().run, self._render, request, asked_as)
-        self._renderers.submit(tenant, render)
+        try:
+            self._renderers.submit(tenant, render)
+        except NotReady:  # it closed just now
+            self._has_rendered(tenant)
+            raise
         return future
 
     @property
@@ -234,15 +242,14 @@ class Engine(StateOperations):
         self._loop.close()
         self._renderers.shutdown()
         self._finisher.shutdown()
-        if self._tiers is not None:
-            self._tiers.close()
+        self._checkpoints.close()
 
     def _render(self, request: DecisionRequest | dict[str, Any] | bytes, asked: Submission) -> None:
         try:
             if not asked.future.cancelled():
                 config = self.config
-                asked_for = parse_request(request, config.max_decoded_bytes, config.max_questions)
-                rendered = self._prepare(asked_for)
+                typed = parse_request(request, config.max_decoded_bytes, config.max_questions)
+                rendered = self._prepare(typed, asked.tenant)
                 keys = grain_keys(rendered.prompts[0][: rendered.state_tokens])
                 work = RequestWork.of(asked, rendered, keys)
                 work.loaded = self._fetch(work)
@@ -251,10 +258,13 @@ class Engine(StateOperations):
         except BaseException as error:
             fail(asked.future, error)
         finally:
-            with self._lock:
-                self._rendering[asked.tenant] -= 1
-                if not self._rendering[asked.tenant]:
-                    del self._rendering[asked.tenant]
+            self._has_rendered(asked.tenant)
+
+    def _has_rendered(self, tenant: str) -> None:
+        with self._lock:
+            self._rendering[tenant] -= 1
+            if not self._rendering[tenant]:
+                del self._rendering[tenant]
 
     def _fetch(self, work: RequestWork) -> Loaded | None:
         """What only the disk has of a state, read here so that no round waits for it."""
@@ -262,17 +272,15 @@ class Engine(StateOperations):
             return None
         text, limit = work.rendered.prompts[0], work.rendered.state_tokens
         found = self._checkpoints.longest(work.tenant, text, work.keys, limit)
-        if self._tiers.disk.longest(work.tenant, work.keys, limit) <= found:
-            return None
-        return self._tiers.fetch(work.tenant, text, work.keys, limit)
+        return self._tiers.fetch(work.tenant, text, work.keys, limit, found)
 
-    def _prepare(self, request: DecisionRequest) -> Rendered:
-        """The request's prompts, within the limits. Raises RequestError."""
+    def _prepare(self, request: DecisionRequest, tenant: str = "") -> Rendered:
+        """A tenant's request as prompts, within the limits. Raises RequestError."""
         if request.model not in (None, self.card.name, *ALIASES):
             raise UnknownModel(request.model, (self.card.name, *ALIASES))
         check_questions(request, self.config)
         try:
-            rendered = self._family.render(request)
+            rendered = self._family.render(request, tenant)
         except RecursionError as error:
             raise InvalidRequest((Fault(("body",), "nested too deeply"),)) from error
         check_tokens(rendered, self.config)

@@ -12,20 +12,22 @@ statuses.
         UnknownState            nothing is remembered of a state of this name
         TooMuchPinned           more would be kept from eviction than may be
         TooManyBranches         a checkpoint is kept for as many names as may be
+        RequestQuarantined      replicas have died under this very request
       UnavailableError        not the caller's fault: asking again later can help
         Overloaded              the queue is full
         QuotaExceeded           a tenant has had what it may have
         NotReady                the engine is starting or stopping
+        EngineStopped           the engine ended while it had the request
         DeadlineExceeded        the answer did not come within the time the caller gave
       EngineError             a fault of ours
         NonFiniteOutput         the model produced NaN or infinity for this request
         RoundFailed             the forward pass of this request failed
         PoolExhausted           a round needs more pages or slots than are free
+        RoundTooLarge           a round has more rows or nodes than any bucket
         CheckpointRefused       a checkpoint from elsewhere is damaged or of other weights
       SetupError              the engine cannot start
         ConfigError             options contradict each other or the machine
-        WeightsError            a checkpoint folder lacks tensors, has unknown ones, or has wrong
-        shapes
+        WeightsError            a checkpoint folder lacks tensors, or has unknown or misshapen ones
 
 Each class passes all its arguments to the base constructor: errors cross processes by pickle.
 """
@@ -306,7 +308,7 @@ class PoolExhausted(EngineError):
 
 
 class RoundTooLarge(EngineError):
-    """A round fits no captured bucket: too many rows or nodes, or too deep a tree."""
+    """A round fits no captured bucket: it has too many rows or nodes."""
 
     def __init__(self, rows: int, nodes: int, most_rows: int, most_nodes: int) -> None:
         super().__init__(rows, nodes, most_rows, most_nodes)

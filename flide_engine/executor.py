@@ -1,5 +1,6 @@
 """How a plan is run: eagerly on any device, or (`graphs.py`) by replaying a captured graph."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,9 @@ class Executor(Protocol):
     runs_ahead: bool
     """Whether `start` returns before the round is done."""
 
+    lengths: Sequence[int]
+    """Rows that rounds are padded to, ascending; none: to no length."""
+
     def bucket_of(self, tokens: int) -> int:
         """Rows that a round of so many tokens is padded to."""
         ...
@@ -38,7 +42,12 @@ class Executor(Protocol):
         ...
 
     def check(self) -> None:
-        """Raises what the device does once it has failed for good; it has done all it was given."""
+        """Waits for what was started, and raises what the device does if it can run nothing more.
+
+        A fault on a device is told late, by any call, and if it has broken the process' context by
+        every call from then on: what `start` raises says neither whose fault it was nor whether
+        there will be other rounds.
+        """
         ...
 
 
@@ -57,6 +66,7 @@ class Eager:
     """Runs a plan of any shape at once, with kernels that need no work lists."""
 
     runs_ahead = False
+    lengths: Sequence[int] = ()
 
     def __init__(self, model: DecisionModel, state: StateTensors, device: torch.device) -> None:
         self._model, self._state, self._device = model, state, device

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flide_engine.checkpoints import Counters
+from flide_engine.counters import Counters
 from flide_engine.engine import Engine
 from flide_engine.errors import RequestError
 from flide_engine.families.base import Floats

@@ -122,17 +122,23 @@ query heads is at least LEAST_PRODUCT rows; below, products take other instructi
 
 LEAST_PRODUCT = 64
 
+PART = 0
+"""Grains after which a tile's keys go to another program, 0: never. Bits depend on it: one value
+for every round and replica. Not measured on a card yet; 32 and 64 are to be tried, for agents'
+steps on long histories, whose few tiles leave most of the card idle."""
+
 HISTORY = 8192
 """Grains of earlier rounds that the page lists of one round may name."""
 
 
-def ladder(most: int, turn: int, small: int = SMALL_TILE) -> list[Capacity]:
+def ladder(most: int, turn: int, small: int = SMALL_TILE, part: int = 0) -> list[Capacity]:
     """Capacities of all buckets up to `most` rows.
 
-    turn: attention tiles that run at once. small: query rows of a tile in short buckets.
+    turn: attention tiles that run at once. small: query rows of a tile in short buckets. part:
+    grains of keys that one program takes of a tile, 0: all.
     """
     rungs = [r for r in LADDER if r < most] + [most]
-    return [Capacity.of(r, small if r <= SMALL_ROWS else TILE, HISTORY, turn) for r in rungs]
+    return [Capacity.of(r, small if r <= SMALL_ROWS else TILE, HISTORY, turn, part) for r in rungs]
 
 
 class Graphs:
@@ -161,13 +167,13 @@ class Graphs:
         for capacity in sorted(capacities, key=lambda c: c.rows, reverse=True):
             self.buckets.insert(0, Bucket(model, state, capacity, example, pool))
             pool = pool or self.buckets[0].graph.pool()
-        self._lengths = sorted({c.rows for c in capacities})
+        self.lengths: Sequence[int] = sorted({c.rows for c in capacities})
         torch.cuda.synchronize()
         log.info("captured %d graphs in %.1f s", len(self.buckets), time.monotonic() - began)
 
     def bucket_of(self, tokens: int) -> int:
         """See Executor."""
-        return smallest_bucket(tokens, self._lengths)
+        return smallest_bucket(tokens, self.lengths)
 
     def fill(self, plan: RoundPlan, asked: Asked) -> Bucket | None:
         """The smallest bucket that holds a plan, filled with it; None if none does."""
@@ -195,4 +201,4 @@ def executor_for(
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     turn = max(1, processors // model.state_shape.kv_heads)
     small = SMALL_TILE if SMALL_TILE * model.query_heads >= LEAST_PRODUCT else TILE
-    return Graphs(model, pool.tensors, ladder(most, turn, small))
+    return Graphs(model, pool.tensors, ladder(most, turn, small, PART))

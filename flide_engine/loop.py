@@ -154,7 +154,8 @@ class RoundLoop:
                 while not (self._scheduler or self._calls or self._closed or self._under_way):
                     if self._checkpoints.has_copies_to_make:
                         break  # nothing better to do
-                    self._changed.wait()
+                    if not self._changed.wait(self._checkpoints.copies_wait_s):
+                        break  # to see whether copies have been made
                 if self._closed and not self._under_way:
                     return
             self._turn()  # on its own, as a thread that waits must hold no request
@@ -221,7 +222,7 @@ class RoundLoop:
         """Begins one round with as much of the work as fits; None if nothing came of it.
 
         If a round cannot be begun at all, each of its requests runs alone, so that a bad one fails
-        alone.
+        alone. Raises what the device does if it can run nothing more: that is no request's fault.
         """
         began = self._clock()
         for work in works:
@@ -264,9 +265,7 @@ class RoundLoop:
         return Round(works, pieces, places, started, tokens, began)
 
     def _start_with_room(self, jobs: Sequence[Job], asked: Asked) -> Started:
-        """Starts jobs, giving up checkpoints if the pool is full. Raises PoolExhausted if it stays
-        so.
-        """
+        """Starts jobs, giving up checkpoints for room. Raises PoolExhausted if that is not enough."""
         while True:
             try:
                 return self._runner.start(jobs, asked)

@@ -1,12 +1,15 @@
 """What callers of an engine may do with its states by name, from any thread."""
 
+from collections.abc import Callable
+
 from flide_engine.loop import RoundLoop
 from flide_engine.states import Leaf, StateInfo, States
 
 
 class StateOperations:
     """The part of `Engine` that is about what it remembers. Each call waits until the engine is
-    between two rounds, and raises NotReady if it is closed.
+    between two rounds, and raises NotReady if it is closed. What it changes holds on disk when it
+    returns.
 
     name: of a state, what its requests were submitted with; or the anchor of a state without one.
     """
@@ -28,20 +31,20 @@ class StateOperations:
 
         Raises TooMuchPinned.
         """
-        return int(self._loop.call(lambda: self._states.pin(tenant, name, pinned)))
+        return self._changed(lambda: self._states.pin(tenant, name, pinned))
 
     def snapshot(self, name: str, tenant: str = "") -> int:
         """Keeps the longest checkpoint of a named state from eviction: its tokens, 0 if there is
         none; `rollback` and `branch` take them. Raises TooMuchPinned.
         """
-        return int(self._loop.call(lambda: self._states.snapshot(tenant, name)))
+        return self._changed(lambda: self._states.snapshot(tenant, name))
 
     def rollback(self, name: str, tokens: int, tenant: str = "") -> int:
         """Forgets what a named state was after `tokens`, on every tier: how many copies.
 
         The next request that begins alike resumes from what is left.
         """
-        return int(self._loop.call(lambda: self._states.forget(tenant, name, tokens)))
+        return self._changed(lambda: self._states.forget(tenant, name, tokens))
 
     def branch(
         self, name: str, new: str, tokens: int = 1 << 62, tenant: str = "", anchor: str = ""
@@ -51,13 +54,19 @@ class StateOperations:
 
         anchor: what the second one is routed on. Raises TooManyBranches.
         """
-        return int(self._loop.call(lambda: self._states.branch(tenant, name, new, tokens, anchor)))
+        return self._changed(lambda: self._states.branch(tenant, name, new, tokens, anchor))
 
     def forget(self, name: str, tenant: str = "") -> int:
         """Drops a named state on every tier, but for what requests are using and other names are
         kept for: how many copies.
         """
-        return int(self._loop.call(lambda: self._states.forget(tenant, name)))
+        return self._changed(lambda: self._states.forget(tenant, name))
+
+    def _changed(self, change: Callable[[], int]) -> int:
+        """Makes a change on the engine's thread, and files agree with it on the caller's."""
+        count = int(self._loop.call(change))
+        self._states.flush()
+        return count
 
     def export_state(self, name: str = "", tenant: str = "") -> list[bytes]:
         """A tenant's checkpoints, of one name or of all, for another process with these weights."""

@@ -1,6 +1,6 @@
 """States by name: what is remembered of them, kept, forgotten, branched, handed to other processes.
 
-Only the engine's thread uses it.
+Only the engine's thread uses it, but for what says so.
 """
 
 import logging
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flide_engine.cache.disk import File
+from flide_engine.cache.disk_file import File
 from flide_engine.cache.index import Checkpoint, PrefixIndex, grain_keys
 from flide_engine.cache.names import MOST_BRANCHES
 from flide_engine.cache.pool import Pool
@@ -134,7 +134,7 @@ class States:
         made = self._kept.bring_copy(c)
         if made is None:
             return None
-        made.pinned, made.used = made.pinned or c.pinned, c.used
+        made.pinned = made.pinned or c.pinned
         return self._packed(made, leaf.name, leaf.anchor, weights)
 
     def _packed(self, c: Checkpoint, name: str, anchor: str, weights: str) -> bytes:
@@ -159,7 +159,12 @@ class States:
             self._pin_adopted(match.checkpoint, parcel)
             return 0
         pages, slot = self._kept.take(parcel.position // GRAIN, 1)
-        put_in(self._pool, parcel, pages, int(slot[0]))
+        try:
+            put_in(self._pool, parcel, pages, int(slot[0]))
+        except BaseException:
+            self._pool.pages.release(pages)
+            self._pool.slots.release(slot)
+            raise
         used = self._clock() - parcel.unused_s  # or what is new would outlive what is in use here
         made, taken, _ = self._index.insert(
             parcel.tenant, parcel.tokens, keys, pages, int(slot[0]), used,
@@ -236,8 +241,15 @@ class States:
         for checkpoint in memory:
             checkpoint.keep_for(new, anchor)
         if self._tiers is not None and self._tiers.disk is not None:
-            self._tiers.disk.branch(files, new, anchor)
+            self._tiers.disk.branch(tenant, name, longest, new, anchor)
         return longest
+
+    def flush(self) -> None:
+        """Makes the disk agree with what has been asked here. Any thread may ask, and the engine's
+        should not: it waits for the disk.
+        """
+        if self._tiers is not None:
+            self._tiers.flush()
 
     def describe(self, tenant: str | None, name: str) -> list[StateInfo]:
         """What is remembered of a tenant's states, of one name or of all, longest first.
@@ -297,7 +309,7 @@ class States:
         for _, checkpoint in memory:
             checkpoint.pinned = pinned
         if self._tiers is not None and self._tiers.disk is not None:
-            self._tiers.disk.pin(files, pinned)
+            self._tiers.disk.pin(tenant, name, position, pinned)
         return len(memory) + len(files)
 
     def _check_share(

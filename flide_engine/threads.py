@@ -6,6 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from flide_engine.errors import NotReady
+
 
 class FairThreads:
     """A few threads; tenants take turns, and the jobs of one run in order."""
@@ -23,8 +25,13 @@ class FairThreads:
             thread.start()
 
     def submit(self, tenant: str, job: Callable[[], None]) -> None:
-        """Runs a job when its tenant's turn has come. It must not raise."""
+        """Runs a job when its tenant's turn has come. It must not raise.
+
+        Raises NotReady once `shutdown` has been called.
+        """
         with self._changed:
+            if self._closed:
+                raise NotReady("the engine is closed")
             self._jobs.setdefault(tenant, deque()).append(job)
             self._changed.notify()
 

@@ -9,15 +9,16 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from flide_engine.cache.beside import Event
-from flide_engine.cache.disk import DiskTier, Loaded
+from flide_engine.cache.disk import DiskTier
+from flide_engine.cache.disk_file import File, Loaded
 from flide_engine.cache.host import HostTier
 from flide_engine.cache.index import Checkpoint, Match
+from flide_engine.cache.own_folder import OwnFolder
 from flide_engine.cache.pool import Pool
 from flide_engine.cache.rows import move_rows
 from flide_engine.config import GRAIN, EngineConfig
@@ -37,6 +38,17 @@ class _Copy:
 
 
 @dataclass
+class _Write:
+    """A file that is being written or waits for it: the copy that is locked for it, and what is
+    known of the file.
+    """
+
+    future: "Future[None]"
+    copy: Checkpoint
+    file: File
+
+
+@dataclass
 class _Arrival:
     """A checkpoint on its way to the device, and what it comes from: kept until it is there."""
 
@@ -48,48 +60,55 @@ class _Arrival:
 class Tiers:
     """Host memory and disk of one engine. The engine's thread uses it; `fetch` any thread may."""
 
-    def __init__(self, host: HostTier, disk: DiskTier | None) -> None:
-        self.host, self.disk = host, disk
+    def __init__(
+        self, host: HostTier, disk: DiskTier | None = None, folder: OwnFolder | None = None
+    ) -> None:
+        """folder: of the disk tier, released at the end."""
+        self.host, self.disk, self._folder = host, disk, folder
         self._copies: list[_Copy] = []
         self._arrivals: list[_Arrival] = []
         self._writer = ThreadPoolExecutor(1, "flide-disk") if disk is not None else None
-        self._writes: list[tuple[Future[None], Checkpoint]] = []
+        self._writes: list[_Write] = []
 
     @classmethod
     def of(
         cls, config: EngineConfig, pool: Pool, weights: str, clock: Callable[[], float]
     ) -> "Tiers | None":
-        """As configured; None without any. Raises ConfigError for a disk without host memory."""
+        """As configured; None without any. Raises ConfigError for a disk without host memory, and
+        for a folder that cannot be used.
+        """
         if not config.host_bytes:
             if config.disk_folder:
                 raise ConfigError("disk_folder needs host_bytes: files are written from there")
             return None
-        disk, rounded = None, config.tier_state_dtype == "bfloat16"
-        if config.disk_folder:
-            layout = {**asdict(pool.shape), "dtype": str(pool.dtype)}
-            if rounded:
-                layout["states"] = config.tier_state_dtype
-            disk = DiskTier(
-                config.disk_folder, config.disk_bytes, weights,
-                json.dumps(layout, sort_keys=True), clock,
-            )  # fmt: skip
-        return cls(HostTier(pool, config.host_bytes, clock, rounded), disk)
+        rounded = config.tier_state_dtype == "bfloat16"
+        host = HostTier(pool, config.host_bytes, clock, rounded)
+        if config.disk_folder is None:
+            return cls(host)
+        described = {**asdict(pool.shape), "dtype": str(pool.dtype)}
+        if rounded:
+            described["states"] = config.tier_state_dtype
+        layout = json.dumps(described, sort_keys=True)
+        folder = OwnFolder(config.disk_folder, f"{weights} {layout}")
+        log.info("checkpoint files are in %s", folder.path)
+        return cls(host, DiskTier(folder.path, config.disk_bytes, weights, layout, clock), folder)
 
     def copy(
         self, checkpoint: Checkpoint, tokens: Ints, keys: Sequence[bytes], pool: Pool, pages: Ints,
         leaving: bool = False,
-    ) -> bool:  # fmt: skip
-        """Begins to copy a checkpoint of the pool to the host; it is locked until that is done.
+    ) -> int:  # fmt: skip
+        """Begins to copy a checkpoint of the pool to the host; it is locked until that is done. How
+        many bytes are moved: none if the host has it, or no room for it.
 
-        leaving: it is not, and may be given up at once: later rounds wait for the copy instead.
-        False if the host has no room for it.
+        leaving: it is not locked, and may be given up at once: later rounds wait for the copy
+        instead.
         """
         made = self.host.store(
             checkpoint.tenant, checkpoint.name, tokens, keys, pool, pages, checkpoint.slot
         )
         if made is None:
-            return False
-        copy, event = made
+            return 0
+        copy, event, moved = made
         copy.learn(checkpoint)
         copy.hits = max(copy.hits, checkpoint.hits)
         copy.locks += 1
@@ -99,7 +118,7 @@ class Tiers:
             checkpoint.locks += 1
         self._copies.append(_Copy(None if leaving else checkpoint, copy, event))
         self.settle()
-        return True
+        return moved
 
     def restore(
         self, source: Checkpoint | Loaded, first: int, pool: Pool, pages: Ints, slot: int
@@ -136,6 +155,13 @@ class Tiers:
         """When everything on its way to the device is there; None if nothing is."""
         return self._arrivals[-1].event if self._arrivals else None
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether copies to the host are under way; `settle` has files made of those that are
+        there.
+        """
+        return bool(self._copies)
+
     def settle(self, copies: bool = False, writes: bool = False) -> bool:
         """Unlocks what has been copied and written; whether copies were under way.
 
@@ -151,21 +177,27 @@ class Tiers:
             copy.event.wait()
             if copy.source is not None:
                 copy.source.locks -= 1
-            if self._writer is None:
-                copy.copy.locks -= 1
+            if self._writer is None or copy.copy.is_base:
+                self._unlock(copy.copy)
             else:
-                self._writes.append((self._writer.submit(*self._write_of(copy.copy)), copy.copy))
+                self._writes.append(self._write(copy.copy, self._writer))
         self._copies = still
         open_writes = []
-        for future, checkpoint in self._writes:
-            if not (writes or future.done()):
-                open_writes.append((future, checkpoint))
+        for write in self._writes:
+            if not (writes or write.future.done()):
+                open_writes.append(write)
                 continue
-            if error := future.exception():
+            if error := write.future.exception():
                 log.error("a checkpoint was not written to disk: %s", error)
-            checkpoint.locks -= 1
+            self._unlock(write.copy)
         self._writes = open_writes
         return busy
+
+    def _unlock(self, copy: Checkpoint) -> None:
+        """One user less of a copy on the host; what was forgotten meanwhile goes with the last."""
+        copy.locks -= 1
+        if copy.is_base and not copy.locks:
+            self.host.forget(copy)
 
     def _settle_arrivals(self, wait: bool) -> None:
         still: list[_Arrival] = []
@@ -177,7 +209,7 @@ class Tiers:
             arrival.checkpoint.coming = None
             arrival.checkpoint.locks -= 1
             if isinstance(arrival.source, Checkpoint):
-                arrival.source.locks -= 1
+                self._unlock(arrival.source)
         self._arrivals = still
 
     def sizes(self) -> dict[tuple[str, str], tuple[int, int]]:
@@ -191,11 +223,15 @@ class Tiers:
         """The longest checkpoint on the host."""
         return self.host.match(tenant, tokens, keys, limit)
 
-    def fetch(self, tenant: str, tokens: Ints, keys: Sequence[bytes], limit: int) -> Loaded | None:
-        """The longest checkpoint on disk of a prompt, at no more than `limit` tokens."""
+    def fetch(
+        self, tenant: str, tokens: Ints, keys: Sequence[bytes], limit: int, least: int = 0
+    ) -> Loaded | None:
+        """The longest checkpoint on disk of a prompt, at no more than `limit` tokens and more than
+        `least`.
+        """
         if self.disk is None:
             return None
-        position = self.disk.longest(tenant, keys, limit)
+        position = self.disk.longest(tenant, keys, limit, least)
         if not position:
             return None
         loaded = self.disk.load(tenant, keys[: position // GRAIN], tokens[:position])
@@ -207,33 +243,55 @@ class Tiers:
     def forget(self, tenant: str, name: str, beyond: int) -> int:
         """Keeps a named state past `beyond` tokens for it no longer, everywhere: how many copies.
 
-        What is under way is waited for.
+        Copies under way are waited for, files that are being written are not: they do not come to
+        be, and what they are written from goes when they are done with.
         """
-        self.settle(copies=True, writes=True)
+        self.settle(copies=True)
         count = 0
         for checkpoint in self.host.of(tenant, name):
-            if checkpoint.position > beyond and not checkpoint.locks:
+            if checkpoint.position > beyond:
                 count += 1
-                if not checkpoint.leave(name):
+                if not checkpoint.leave(name) and not checkpoint.locks:
                     self.host.forget(checkpoint)
         if self.disk is not None:
             count += self.disk.forget(tenant, name, beyond)
+            still = []
+            for write in self._writes:
+                if write.copy.is_base and write.future.cancel():
+                    self.disk.withdraw(write.file)
+                    self._unlock(write.copy)
+                else:
+                    still.append(write)
+            self._writes = still
         return count
+
+    def flush(self) -> None:
+        """Makes the disk agree with what states were told to do. Any thread may ask, and the
+        engine's should not: it waits for the disk.
+        """
+        if self.disk is not None:
+            self.disk.flush()
 
     def close(self) -> None:
         """Waits for what is under way."""
-        self.settle(copies=True, writes=True)
-        if self._writer is not None:
-            self._writer.shutdown()
+        try:
+            self.settle(copies=True, writes=True)
+        finally:
+            if self._writer is not None:
+                self._writer.shutdown()
+            self.flush()
+            if self._folder is not None:
+                self._folder.release()
 
-    def _write_of(self, checkpoint: Checkpoint) -> tuple[Any, ...]:
-        """What the writer is to do; it reads rows, which stay as they are while this is locked."""
+    def _write(self, copy: Checkpoint, writer: ThreadPoolExecutor) -> _Write:
+        """Has a copy written; the rows that are read stay as they are while it is locked."""
         assert self.disk is not None
-        tokens, keys = self.host.index.tokens_of(checkpoint), self.host.index.keys_of(checkpoint)
-        pages, state = self.host.rows_of(checkpoint)
+        tokens, keys = self.host.index.tokens_of(copy), self.host.index.keys_of(copy)
+        pages, state = self.host.rows_of(copy)
 
         def read(first: int) -> tuple[Tensor, Tensor]:
             copied = self.host.read(pages[first:], state)
             return copied.pages, copied.state
 
-        return self.disk.save, checkpoint.tenant, checkpoint.known(), keys, tokens, read
+        file = self.disk.announce(copy.tenant, copy, copy.position)
+        return _Write(writer.submit(self.disk.save, file, keys, tokens, read), copy, file)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flide_engine.cache.disk import Loaded
+from flide_engine.cache.disk_file import Loaded
 from flide_engine.cache.index import Checkpoint
 from flide_engine.config import GRAIN
 from flide_engine.errors import EngineError

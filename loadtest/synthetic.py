@@ -46,7 +46,7 @@ SHAPES = {
     "intent_routing": Shape(400, (3, 11, 80), (1, 1, 1), (7, 7, 7), 151),
     "response_eval": Shape(50, (4994, 7502, 11007), (7, 7, 7), (15, 23, 30), 5, shared=5),
 }
-TRAJECTORIES = 20
+TRAJECTORIES = 75
 STEPS = (12, 57, 61)
 TASK_TOKENS = (1062, 1289, 2829)
 STEP_TOKENS = (20, 243, 900)

@@ -4,9 +4,10 @@ the Gateway and `DecisionClient` share. Imports no torch.
 
 import asyncio
 import logging
+import math
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -34,6 +35,7 @@ from router.quarantine import Quarantine
 from router.routing_key import route_key
 from router.session_id import check_session_id
 from router.suspects import SETTLED_WITHIN_S
+from router.waking import cheap_call, waking_of
 
 log = logging.getLogger("ray.serve")
 
@@ -43,8 +45,8 @@ object store. An answer repeats at most its request's names, with some 26 bytes 
 65,536 tokens make room for 1.7 MB.
 """
 
-_quarantine = Quarantine()
-"""What this process refuses; a request must cost two replicas in one call to get there."""
+_quarantine = Quarantine(store=suspects.Refused())
+"""What is refused; a request must cost two replicas in one call to get there."""
 
 
 class Call:
@@ -84,11 +86,22 @@ class Call:
         self._failures, self._suspect = 0, ""
         self._seconds = options.timeout_s
         self._until = None if self._seconds is None else time.monotonic() + self._seconds
+        self._patience_s = options.patience_s
+        self._waking = waking_of(handle)
 
     @property
     def left_s(self) -> float | None:
         """Seconds that are left; None: as many as the engine allows."""
         return None if self._until is None else max(0.0, self._until - time.monotonic())
+
+    def pauses(self) -> Iterator[float]:
+        """Seconds to sleep before this process knows whether there is a replica."""
+        return self._waking.pauses(self._handle.running_replicas_populated)
+
+    def check_awake(self) -> None:
+        """Wakes a fleet that sleeps. Raises NotReady if its caller does not wait for the start."""
+        least = (s for s in (self._patience_s, self.left_s) if s is not None)
+        self._waking.check(min(least, default=math.inf), cheap_call(self._handle))
 
     def send(self) -> DeploymentResponse:
         """A try."""
@@ -99,10 +112,15 @@ class Call:
             more["suspect"] = self._suspect
         return self._handle.decide_with_load.remote(self._body, timeout_s=self.left_s, **more)
 
-    def answer(self, told: tuple[bytes, str, tuple[float, ...]]) -> DecisionResponse:
-        """The answers of what a replica returned; its load is noted for this process's routers."""
+    def answer(self, told: tuple[bytes | FlideError, str, tuple[float, ...]]) -> DecisionResponse:
+        """The answers of what a replica returned; its load is noted for this process's routers.
+
+        Raises the error that it returned instead.
+        """
         answers, replica, load = told
         self._known.board.answered(replica, load, time.monotonic())
+        if isinstance(answers, FlideError):
+            raise answers
         return DecisionResponse.model_validate_json(answers)
 
     def failed(self, error: Exception) -> None:
@@ -120,6 +138,7 @@ class Call:
         if self._suspect and self._is_to_blame(ours):
             log.error("so did another, and it is to blame; it is refused from now on")
             raise _quarantine.put(self._request) from None
+        _quarantine.check_with_others(self._request)  # it may have cost two replicas elsewhere
         if self._failures == self.TRIES:
             self.ended()
             cause = f"{self.TRIES} replicas could not answer, the last one: {ours}"
@@ -161,6 +180,9 @@ async def ask(
     body: the JSON that the request was read from, if it was.
     """
     call = Call(handle, request, options, body)
+    for pause in call.pauses():
+        await asyncio.sleep(pause)
+    call.check_awake()
     while True:
         response = call.send()
         try:
@@ -200,6 +222,9 @@ def ask_within(
     error tree.
     """
     call = Call(handle, request, options)
+    for pause in call.pauses():
+        time.sleep(pause)
+    call.check_awake()
     while True:
         response = call.send()
         try:

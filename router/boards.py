@@ -31,6 +31,9 @@ class Members:
     def __init__(self) -> None:
         self.count: int | None = None
         """None before the first was heard of."""
+        self.cold_start_s: float | None = None
+        """Seconds that the first one is taken to need; None: one at least is meant to run always.
+        """
 
 
 class Shared(NamedTuple):

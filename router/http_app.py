@@ -5,7 +5,7 @@ GET  /               the playground: a page to ask by hand
 POST /v1/systemone   a decision request, answered
 GET  /v1/models      what is served
      /v1/states      what is remembered of states; see `router.states_http`
-GET  /health         200 once a decision can be answered, else 503
+GET  /health         200 once a decision can be answered or a sleeping fleet be woken, else 503
 GET  /version        versions of this server and of the model
 GET  /openapi.json   all of this, for machines
 """
@@ -55,6 +55,10 @@ class Decider(Keeper, Protocol):
 
     async def models(self) -> list[dict[str, str]]:
         """name, description and release_date of each served model. Raises NotReady."""
+        ...
+
+    async def health(self) -> str:
+        """What a fleet is that can be asked; "ok" if it answers at once. Raises NotReady."""
         ...
 
     async def version(self) -> dict[str, str]:
@@ -191,8 +195,7 @@ class HttpApp:
         return 200, {"models": await self._decider.models()}
 
     async def _health(self, scope: Scope, receive: Receive) -> tuple[int, Any]:
-        await self._decider.models()
-        return 200, {"status": "ok"}
+        return 200, {"status": await self._decider.health()}
 
     async def _openapi(self, scope: Scope, receive: Receive) -> tuple[int, Any]:
         return 200, self._document

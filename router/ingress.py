@@ -23,7 +23,9 @@ from router.http_app import HttpApp
 from router.ledger import RemoteLedger
 from router.observed import App, Observer, observed, observing
 from router.options import CallOptions, HttpLimits
+from router.refusals import in_a_line
 from router.states import StateCall, Told
+from router.waking import cheap_call, waking_of
 
 READY_WITHIN_S = 2.0
 """How long a health or model query waits for a replica."""
@@ -54,6 +56,7 @@ class Gateway:
         self._limits, self._keys = limits, Keys(key_hashes, needed=has_ledger)
         self._charges = Charges(RemoteLedger() if has_ledger else None, gateways)
         self._described: dict[str, str] | None = None
+        in_a_line()
         self._observer = observer() if observer is not None else None
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -110,13 +113,45 @@ class Gateway:
     async def states(self, call: StateCall) -> tuple[list[Told], int]:
         """(what the replicas say that answered, how many were asked).
 
-        All are asked: a state may be on several, and its files on any that has ever had it.
+        All are asked: a state may be on several, and its files on any that has ever had it. Raises
+        NotReady if there is none; a fleet that sleeps is woken, as it may have files.
         """
+        await self._check_awake()
         answers, asked = await ask_all(self._engine, "on_states", call, seconds=STATES_WITHIN_S)
         return answers, asked
 
+    async def health(self) -> str:
+        """What the fleet is: "ok" if it can answer. Raises NotReady.
+
+        Where it may sleep this is what the router knows, as a call would keep it awake; it is
+        healthy, too, if it is "asleep" or "starting", since only requests wake it.
+        """
+        await self._heard()
+        waking = waking_of(self._engine)
+        if waking.asleep:
+            return "starting" if waking.starting else "asleep"
+        if not waking.may_sleep:
+            await self.describe()
+        return "ok"
+
+    async def _heard(self) -> None:
+        """Returns once this process knows whether there is a replica, or soon."""
+        for pause in waking_of(self._engine).pauses(self._engine.running_replicas_populated):
+            await asyncio.sleep(pause)
+
+    async def _check_awake(self) -> None:
+        """Wakes a fleet that sleeps. Raises NotReady unless it will be there in a moment."""
+        await self._heard()
+        waking_of(self._engine).check(READY_WITHIN_S, cheap_call(self._engine))
+
     async def describe(self) -> dict[str, str]:
-        """What the engine says of itself. Raises NotReady if no replica answers in time."""
+        """What the engine says of itself, or has said, if the fleet sleeps. Raises NotReady if no
+        replica answers in time.
+        """
+        await self._heard()
+        if self._described is not None and waking_of(self._engine).asleep:
+            return self._described
+        await self._check_awake()
         try:
             response = self._engine.describe.remote()
             waiting = unless_cancelled(response)
@@ -150,6 +185,10 @@ class _Decider:
 
     async def states(self, call: StateCall) -> tuple[list[Told], int]:
         told: tuple[list[Told], int] = await self._gateway.states(call)
+        return told
+
+    async def health(self) -> str:
+        told: str = await self._gateway.health()
         return told
 
     async def models(self) -> list[dict[str, str]]:

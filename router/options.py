@@ -12,6 +12,8 @@ from router.session_id import HEADER as SESSION
 from router.session_id import check_session_id
 
 TIMEOUT, PRIORITY = b"x-request-timeout-ms", b"x-priority"
+PATIENCE_S = 10.0
+"""How long an HTTP client that does not say is taken to wait: the official clients' timeout."""
 CLASSES = ("interactive", "batch")
 _MILLISECONDS = re.compile(r"[0-9]{1,12}")
 
@@ -32,13 +34,15 @@ class HttpLimits:
 class CallOptions:
     """tenant: whose checkpoints may be used. session_id: what the state goes by, "" for nothing.
     timeout_s: seconds until the answer is of no more use; None: as long as the engine allows.
-    batch: it may wait for rounds with room to spare.
+    batch: it may wait for rounds with room to spare. patience_s: seconds that its caller will wait
+    for a replica that has to be started; None: timeout_s.
     """
 
     tenant: str = ""
     session_id: str = ""
     timeout_s: float | None = None
     batch: bool = False
+    patience_s: float | None = None
 
 
 def from_headers(headers: Mapping[bytes, bytes], tenant: str, max_timeout_s: float) -> CallOptions:
@@ -47,8 +51,13 @@ def from_headers(headers: Mapping[bytes, bytes], tenant: str, max_timeout_s: flo
     session = check_session_id(
         headers.get(SESSION, b"").decode("latin-1"), ("header", "X-Session-Id")
     )
+    timeout = given.get(TIMEOUT, "")
     return CallOptions(
-        tenant, session, _timeout(given.get(TIMEOUT, ""), max_timeout_s), _batch(given)
+        tenant,
+        session,
+        _timeout(timeout, max_timeout_s),
+        _batch(given),
+        None if timeout else PATIENCE_S,
     )
 
 

@@ -1,15 +1,18 @@
 """Requests that replicas have died under, remembered for a while by what they ask.
 
 A request that kills its replica would be retried by the Gateway, then by the client, and take one
-replica after the other with it. Each process remembers its own.
+replica after the other with it. What one process refuses the others hear of by a store that all of
+them reach: every few seconds, and before a request that has met a death is tried again.
 """
 
 import hashlib
 import json
+import logging
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from flide_engine.api import DecisionRequest
 from flide_engine.errors import RequestQuarantined
@@ -17,32 +20,80 @@ from flide_engine.errors import RequestQuarantined
 DEATHS, SECONDS, MOST = 2, 600, 10_000
 """Replicas a request may cost, for how long it is refused then, and how many are remembered."""
 
+READ_EVERY_S = 2.0
+"""How often a process that asks looks for what others refuse; a millisecond on a thread."""
+
+log = logging.getLogger("ray.serve")
+
+
+class Store(Protocol):
+    """What all processes refuse, by digest, with the time until which."""
+
+    def put(self, digest: bytes, until: float) -> None:
+        """Tells the others. Blocks."""
+        ...
+
+    def all(self) -> Mapping[bytes, float]:
+        """What anyone has told. Blocks."""
+        ...
+
 
 class Quarantine:
     """What is refused, by digest."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: seconds, monotonic."""
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.time, store: Store | None = None) -> None:
+        """clock: seconds, the same in all processes. store: none: this process is alone."""
+        self._clock, self._store = clock, store
         self._until: OrderedDict[bytes, float] = OrderedDict()
+        self._read_at = -READ_EVERY_S
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._until)
 
     def check(self, request: DecisionRequest | dict[str, Any]) -> None:
-        """Raises RequestQuarantined if the request is refused."""
+        """Raises RequestQuarantined if the request is refused, as far as this process knows."""
+        if self._store is not None and self._clock() - self._read_at >= READ_EVERY_S:
+            self._read_at = self._clock()
+            threading.Thread(target=self._read, name="flide-quarantine", daemon=True).start()
         if self._until and self._until.get(_digest(request), 0.0) > self._clock():
             raise RequestQuarantined(DEATHS, SECONDS)
 
+    def check_with_others(self, request: DecisionRequest | dict[str, Any]) -> None:
+        """As `check`, with what others refuse by now. Blocks."""
+        if self._store is not None:
+            self._read()
+        self.check(request)
+
     def put(self, request: DecisionRequest | dict[str, Any]) -> RequestQuarantined:
-        """Refuses a request from now on; the error for whoever asked."""
-        now = self._clock()
-        while self._until and (len(self._until) >= MOST or next(iter(self._until.values())) <= now):
-            self._until.popitem(last=False)
-        digest = _digest(request)
-        self._until.pop(digest, None)
-        self._until[digest] = now + SECONDS
+        """Refuses a request from now on; the error for whoever asked. Blocks if others are told."""
+        digest, until = _digest(request), self._clock() + SECONDS
+        self._remember(digest, until)
+        if self._store is not None:
+            try:
+                self._store.put(digest, until)
+            except Exception:
+                log.exception("other processes are not told of a request that is refused")
         return RequestQuarantined(DEATHS, SECONDS)
+
+    def _read(self) -> None:
+        assert self._store is not None
+        try:
+            found = self._store.all()
+        except Exception as error:
+            log.warning("what other processes refuse is not known: %r", error)
+            return
+        for digest, until in sorted(found.items(), key=lambda item: item[1]):
+            if until > max(self._clock(), self._until.get(digest, 0.0)):
+                self._remember(digest, until)
+
+    def _remember(self, digest: bytes, until: float) -> None:
+        with self._lock:
+            now, kept = self._clock(), self._until
+            while kept and (len(kept) >= MOST or next(iter(kept.values())) <= now):
+                kept.popitem(last=False)
+            kept.pop(digest, None)
+            kept[digest] = until
 
 
 def _digest(request: DecisionRequest | dict[str, Any]) -> bytes:

@@ -44,9 +44,14 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     # going elsewhere costs a recompute; so a probe gets the longest time Serve ever gives one.
     queue_len_response_deadline_s = RequestRouter.max_queue_len_response_deadline_s
 
-    def initialize_state(self, **limits: Any) -> None:
-        """Called by Serve before anything else. limits: fields of `router.policy.Limits`."""
+    def initialize_state(self, cold_start_s: float | None = None, **limits: Any) -> None:
+        """Called by Serve before anything else. limits: fields of `router.policy.Limits`.
+
+        cold_start_s: seconds that a first replica is taken to need where there may be none; None:
+        there always is one.
+        """
         self._shared = _shared_of(self._deployment_id.app_name, self._deployment_id.name)
+        self._shared.members.cold_start_s = cold_start_s
         self._policy = Policy(self._shared.board, Limits(**limits))
         self._by_name: dict[str, RunningReplica] = {}
         self._told: dict[str, object] = {}

@@ -16,7 +16,7 @@ import ray
 from ray.experimental import internal_kv
 from ray.serve._private.constants import SERVE_NAMESPACE
 
-STORE = "flide-suspects"
+STORE, REFUSED = "flide-suspects", "flide-refused"
 
 SETTLED_WITHIN_S = 5.0
 """How long the cluster may take to learn that a process is gone; it is milliseconds on one node."""
@@ -73,6 +73,30 @@ def killed(suspect: str, within_s: float = SETTLED_WITHIN_S) -> bool:
     dead = wait_until(lambda: not _lives(name.decode()), within_s)
     end(suspect)
     return dead
+
+
+class Refused:
+    """What all processes of a cluster refuse, in its store: a `router.quarantine.Store`.
+
+    Each key is a digest and the time until which it is refused, so that one look shows all.
+    """
+
+    def put(self, digest: bytes, until: float) -> None:
+        """Tells the others, and takes out what is over."""
+        for key in self._keys():
+            if float(key.partition(" ")[2]) <= time.time():
+                internal_kv._internal_kv_del(key, namespace=REFUSED)
+        internal_kv._internal_kv_put(f"{digest.hex()} {until}", b"", namespace=REFUSED)
+
+    def all(self) -> dict[bytes, float]:
+        """What anyone has told; nothing outside a cluster."""
+        pairs = (key.split(" ") for key in self._keys())
+        return {bytes.fromhex(digest): float(until) for digest, until in pairs}
+
+    def _keys(self) -> list[str]:
+        if not internal_kv._internal_kv_initialized():
+            return []
+        return [key.decode() for key in internal_kv._internal_kv_list("", namespace=REFUSED)]
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:

@@ -1,80 +1,134 @@
-"""A Gateway before an engine that may have no replica: who waits for one, and who is sent away.
+"""Callers before an engine that may have no replica: who waits for one, and who is sent away.
 
-Both wake the fleet: one cheap call is left waiting in the handle, which is what the autoscaling
-policy sees, and what tells how long a start takes.
+Both wake the fleet: one cheap call is left waiting in the handle, which is what Serve's autoscaler
+sees, and what tells how long a start takes. Imports no torch.
 """
 
-import asyncio
 import logging
+import math
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
 
 from flide_engine.errors import NotReady
+from router.boards import Members, shared
 
 log = logging.getLogger("ray.serve")
 
-PATIENCE_S = 10.0
-"""How long a caller that does not say is taken to wait: the official clients' timeout."""
-
 LEAST_S = 1.0
-"""The shortest time after which to come again, also when a start takes longer than the last did."""
+"""The shortest time after which to come again, also when a start takes longer than others did."""
 
-KNOWN_WITHIN_S = 0.5
+HEARD_WITHIN_S = 0.5
 """How long a process may take to hear for the first time what replicas there are."""
+
+REMEMBERED = 4
+"""Starts of which the longest is expected again: who was not the first to wake a fleet has seen
+only the end of its start.
+"""
+
+Call = Callable[[], "Future[Any]"]
+"""Begins a cheap call, which is answered once there is a replica."""
 
 
 class Waking:
-    """What one Gateway knows of its engine's starts."""
+    """What one process knows of the starts of a deployment. Any thread may use it."""
 
-    def __init__(
-        self,
-        replicas: Callable[[], int | None],
-        call: Callable[[], Awaitable[object]],
-        assumed_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """replicas: how many there are, None if nothing was heard yet. call: a cheap call that is
-        answered once there is one. assumed_s: seconds of a start before one was measured.
+    def __init__(self, members: Members, clock: Callable[[], float] = time.monotonic) -> None:
+        """members: of the deployment, as this process's routers hear of them."""
+        self.members, self._clock = members, clock
+        self._starts: deque[float] = deque(maxlen=REMEMBERED)
+        self._began: float | None = None
+        self._waited = False
+        self._lock = threading.Lock()
+
+    @property
+    def may_sleep(self) -> bool:
+        """Whether the fleet is meant to have no replica where there is nothing to do."""
+        return self.members.cold_start_s is not None
+
+    @property
+    def asleep(self) -> bool:
+        """Whether there is no replica, and none is meant to be."""
+        return self.may_sleep and self.members.count == 0
+
+    @property
+    def starting(self) -> bool:
+        """Whether this process has woken the fleet and waits for it."""
+        return self._began is not None
+
+    def pauses(self, known: Callable[[], bool]) -> Iterator[float]:
+        """Seconds to sleep, one after the other, until it is heard what replicas there are; none
+        but the first time. known: whether Serve knows of any.
         """
-        self._replicas, self._call, self._clock = replicas, call, clock
-        self._start_s = assumed_s
-        self._began, self._slept = 0.0, False
-        self._waking: asyncio.Task[None] | None = None
-
-    async def asleep(self) -> bool:
-        """Whether there is no replica. False if that cannot be told."""
-        if self._replicas() is None:
-            self._wake()
-            for _ in range(int(KNOWN_WITHIN_S / 0.01)):
-                if self._replicas() is not None:
-                    break
-                await asyncio.sleep(0.01)
-        return self._replicas() == 0
-
-    async def check(self, timeout_s: float | None) -> None:
-        """Returns at once for who can wait for an answer so long, None: `PATIENCE_S`. If there is
-        no replica it wakes one, and raises NotReady with the time to come again for who cannot.
-        """
-        if not await self.asleep():
+        if self._waited:
             return
-        self._wake()
-        self._slept = True
-        left = max(LEAST_S, self._start_s - (self._clock() - self._began))
-        if left > (PATIENCE_S if timeout_s is None else timeout_s):
-            raise NotReady("no engine replica runs; one is being started", round(1000 * left))
+        for _ in range(int(HEARD_WITHIN_S / 0.01)):
+            if self.members.count is not None or known():
+                break
+            yield 0.01
+        self._waited = True
 
-    def _wake(self) -> None:
-        if self._waking is None:
-            self._began, self._slept = self._clock(), False
-            self._waking = asyncio.create_task(self._woken())
+    def check(self, patience_s: float, call: Call) -> None:
+        """Returns for who waits for an answer so long. If the fleet sleeps it is woken by the call,
+        and who does not wait so long gets NotReady with the time to come again.
+        """
+        if not self.asleep:
+            return
+        left = max(LEAST_S, self._wake(call))
+        if left > patience_s:
+            raise NotReady("no engine replica runs; one is being started", math.ceil(1000 * left))
 
-    async def _woken(self) -> None:
-        try:
-            await self._call()
-            if self._slept:
-                self._start_s = self._clock() - self._began
-        except Exception as error:
+    def _wake(self, call: Call) -> float:
+        """Wakes the fleet, unless that was done: how many seconds of the start are left."""
+        with self._lock:
+            now, wakes = self._clock(), self._began is None
+            self._began = now if self._began is None else self._began
+            expected = max(self._starts, default=self.members.cold_start_s or 0.0)
+            left = expected - (now - self._began)
+        if wakes:
+            call().add_done_callback(self._woken)
+        return left
+
+    def _woken(self, answered: "Future[Any]") -> None:
+        error = answered.exception()
+        with self._lock:
+            if error is None and self._began is not None:
+                self._starts.append(self._clock() - self._began)
+            self._began = None
+        if error is not None:
             # whoever waits meets the same; the next caller wakes it again
             log.warning("no engine replica could be woken: %s: %s", type(error).__name__, error)
-        finally:
-            self._waking = None
+
+
+_of: dict[tuple[str, str], Waking] = {}
+
+
+def waking_of(handle: Any) -> Waking:
+    """What this process knows of the starts of a handle's deployment."""
+    key = handle.app_name, handle.deployment_name
+    members = shared(*key).members
+    found = _of.get(key)
+    if found is None or found.members is not members:
+        found = _of[key] = Waking(members)
+    return found
+
+
+def cheap_call(handle: Any) -> Call:
+    """A call of an engine's `describe`, waited for by a thread that keeps no process alive."""
+
+    def begin() -> "Future[Any]":
+        answered: Future[Any] = Future()
+
+        def wait() -> None:
+            try:
+                answered.set_result(handle.describe.remote().result())
+            except Exception as error:
+                answered.set_exception(error)
+
+        threading.Thread(target=wait, name="flide-waking", daemon=True).start()
+        return answered
+
+    return begin

@@ -2,10 +2,15 @@
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from flide_engine import Engine
 
 # How long an example takes is the machine's affair.
 settings.register_profile("untimed", deadline=None)
@@ -43,3 +48,24 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path
     for token in TextTokenizer(checkpoint).encode(POISON):
         tensors["model.embed_tokens.weight"][int(token)] = torch.nan
     return save_checkpoint(tmp_path_factory.mktemp("nan") / "poisoned", tiny_config(), tensors)
+
+
+@pytest.fixture
+def engine(checkpoint: Path) -> "Iterator[Engine]":
+    """The random checkpoint, with short limits."""
+    from flide_engine import Engine, EngineConfig
+    from tests.engines import assert_balanced
+
+    made = Engine(
+        EngineConfig(
+            model=str(checkpoint),
+            max_prompt_tokens=512,
+            max_request_tokens=700,
+            max_questions=20,
+            max_round_tokens=256,
+        )
+    )
+    yield made
+    if made.is_alive():
+        assert_balanced(made)
+        made.close()

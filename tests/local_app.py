@@ -48,6 +48,9 @@ class ByHandle:
         about = await self._handle.describe.remote()
         return [{key: about[key] for key in ("name", "description", "release_date")}]
 
+    async def health(self) -> str:
+        return str(await self._handle.health.remote())
+
     async def version(self) -> dict[str, str]:
         return dict(await self._handle.describe.remote())
 

@@ -2,6 +2,8 @@
 references on the CPU: the embedded model, the same requests, the same answers.
 """
 
+import subprocess
+import sys
 from concurrent.futures import Future
 from typing import Any
 
@@ -97,3 +99,38 @@ def test_states_that_left_the_card_come_back(dtype: str) -> None:
     finally:
         gpu.close()
         cpu.close()
+
+
+BROKEN = """
+import torch
+from flide_engine import Engine, EngineConfig
+from flide_engine.errors import EngineStopped
+
+engine = Engine(EngineConfig(device="cuda", pool_bytes=1 << 30))
+asked = {"state": "s", "questions": {"q": {"type": "noul", "instructions": "?"}}}
+engine.decide(asked)
+start = engine._loop._runner.executor.start
+
+def faulty(plan, asked):
+    far = torch.tensor([1 << 20], device="cuda")
+    torch.zeros(1, device="cuda")[far].sum()  # an assertion on the device, told later
+    return start(plan, asked)
+
+engine._loop._runner.executor.start = faulty
+for _ in range(2):
+    try:
+        engine.submit(asked).result(60)
+    except Exception as error:
+        print(type(error).__name__)
+print(engine.is_alive())
+import os
+os._exit(0)  # nothing can be freed on such a device
+"""
+
+
+def test_a_fault_on_the_device_ends_the_engine() -> None:
+    """It is nobody's own, and nothing runs there any more."""
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.stdout.split() == ["EngineStopped", "NotReady", "False"], done.stderr

@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+import re
 
 import pytest
 
@@ -74,3 +75,23 @@ def test_a_refusal_says_when_to_come_back() -> None:
 def test_long_lists_of_problems_are_cut() -> None:
     """Eight are shown, the rest counted."""
     assert str(EXAMPLES[errors.WeightsError]).endswith("and 2 more")
+
+
+def test_the_tree_that_is_told_is_the_tree_of_classes() -> None:
+    """Each class once, under its base, and each with what it means."""
+    told: dict[str, str] = {}
+    above: list[tuple[int, str]] = []
+    for line in (errors.__doc__ or "").splitlines():
+        found = re.fullmatch(r"( +)([A-Z][A-Za-z]+)(  +[a-z].*)?", line)
+        if found is None:
+            continue
+        depth, name = len(found[1]), found[2]
+        above = [(d, n) for d, n in above if d < depth]
+        assert name not in told
+        assert found[3] or name == "FlideError"
+        told[name] = above[-1][1] if above else ""
+        above.append((depth, name))
+    classes = [
+        c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, FlideError)
+    ]
+    assert told == {c.__name__: "" if c is FlideError else c.__bases__[0].__name__ for c in classes}

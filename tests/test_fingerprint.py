@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flide_engine.checkpoints import Counters
 from flide_engine.config import EngineConfig
+from flide_engine.counters import Counters
 from flide_engine.engine import Engine
 from flide_engine.fingerprint import PROBE, bits_of
 
@@ -34,7 +34,7 @@ def test_engines_that_compute_alike_agree_and_keep_nothing(bits: str, tmp_path: 
         assert not other.states(tenant=None)
         held = other.accounting()
         assert held.page_bytes_held == held.slot_bytes_held == 0
-        assert not list(tmp_path.iterdir())
+        assert not list(tmp_path.rglob("*.checkpoint"))
     finally:
         other.close()
 

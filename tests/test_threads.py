@@ -2,6 +2,9 @@
 
 import threading
 
+import pytest
+
+from flide_engine.errors import NotReady
 from flide_engine.threads import FairThreads
 
 
@@ -36,3 +39,11 @@ def test_all_that_was_submitted_is_run() -> None:
     threads.shutdown()
     assert sorted(done) == list(range(1000))
     assert not any(thread.name.startswith("test_") for thread in threading.enumerate())
+
+
+def test_nothing_is_taken_once_they_end() -> None:
+    """A job that nobody would run is refused."""
+    threads = FairThreads(1, "test")
+    threads.shutdown()
+    with pytest.raises(NotReady):
+        threads.submit("a", lambda: None)

@@ -37,7 +37,8 @@ class Launches:
 
     def __init__(self, model: DecisionModel, state: Any, graphs: Graphs) -> None:
         self._model, self._state, self._graphs = model, state, graphs
-        self.bucket_of = graphs.bucket_of
+        self.lengths = graphs.lengths
+        self.bucket_of, self.check = graphs.bucket_of, graphs.check
 
     @torch.inference_mode()
     def start(self, plan: RoundPlan, asked: Asked) -> "Launched":

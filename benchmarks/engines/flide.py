@@ -13,7 +13,9 @@ from flide.formats.base import Format, Plan, Read
 from flide.formats.next_token import TokenRows
 from flide.runtime.engine import Engine
 from flide.runtime.online import Batcher
+from numpy.typing import NDArray
 
+from benchmarks.bits.company import compare
 from benchmarks.engines.agents import Agents
 from benchmarks.engines.clock import closed_loop, event_ms, latencies_ms, wall_ms
 from benchmarks.requests import TokenRequest, request
@@ -93,6 +95,15 @@ class Flide(Agents):
         """
         futures = [self._batcher.forward(self.plan(work, seed, most)) for seed in seeds]
         return {"logits": [[reads[0][0] for reads in f.result()[0]] for f in futures]}
+
+    def answers(self, requests: Sequence[TokenRequest]) -> list[list[NDArray[np.float32]]]:
+        """By request and question, the logits of LABELS, of requests that share a round."""
+        found, _ = self._engine.forward([as_plan(asked) for asked in requests], "batch")
+        return [[np.array(reads[0][0], np.float32) for reads in branches] for branches in found]
+
+    def company(self, rounds: int, seed: int, seconds: float) -> dict[str, Any]:
+        """How often bits depend on who shares a round: see `benchmarks.bits.company`."""
+        return compare(self.answers, rounds, seed, seconds).told()
 
     def submit(self, asked: TokenRequest) -> "Future[Any]":
         """See Agents."""

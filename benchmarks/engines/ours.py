@@ -13,7 +13,7 @@ from benchmarks.engines.agents import Agents
 from benchmarks.engines.clock import closed_loop, event_ms, latencies_ms, wall_ms
 from benchmarks.requests import TokenRequest, request
 from benchmarks.shapes import LABELS
-from flide_engine import Engine, EngineConfig
+from flide_engine import Engine, EngineConfig, graphs
 from flide_engine.cache.index import grain_keys
 from flide_engine.cache.pool import Pool
 from flide_engine.executor import to_device
@@ -235,10 +235,13 @@ def start(
     config: dict[str, Any] | None = None,
     pool_gib: float = 24,
     texts: str | None = None,
+    part: int = 0,
 ) -> Ours:
     """See `benchmarks.engines`. mode: default, deterministic, or what `config` makes of it.
 
-    weights: folder. config: further options of EngineConfig. texts: folder of workload files.
+    weights: folder. config: further options of EngineConfig. texts: folder of workload files. part:
+    grains of keys that one program of attention takes of a tile, 0: as the engine has it.
     """
+    graphs.PART = part or graphs.PART
     config = {"deterministic": mode == "deterministic", **(config or {})}
     return Ours(weights, config, pool_gib, texts)

@@ -1,64 +1,109 @@
 """`python -m benchmarks.fleet WORK ... [--size ci]`: runs works, writes results/fleet.json.
 
-Works: replay, kill-replica, kill-node, scale. With --out rows go to that file instead.
+Works: replay, kill-replica, kill-node, scale. Sizes: ci, small for a quick look, full for all
+there is, in which `kill-replica` kills one each time --kill-each requests are answered.
 """
 
 import argparse
 import json
+import time
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from benchmarks.fleet.callers import SIZES, callers
+from benchmarks.fleet.cluster import Nodes, cluster_of
 from benchmarks.fleet.oracle import ask_one_engine
-from benchmarks.fleet.works import HEAD, Asked, kill, scale_1_3_1, trajectory_replay
+from benchmarks.fleet.policies import POLICIES, placing, with_sessions
+from benchmarks.fleet.works import NODES, Asked, kill, scale_1_3_1, trajectory_replay
 from benchmarks.results_file import Row, stamp, write
 from flide_engine.config import EngineConfig
 from loadtest.workloads import DATA
 
+WORKS = ("replay", "kill-replica", "kill-node", "scale")
 ENGINE: dict[str, Any] = {"model": "nano", "device": "cpu"}
 UNLIMITED = 4 << 30
-KILLS = {"small": (12, 30), "ci": (50, 120), "full": tuple(range(300, 3300, 300))}
+KILLS = {"small": (12, 30), "ci": (50, 120)}
+
+WHOLE: dict[str, Any] = {
+    "pool_bytes": 1 << 30,
+    "max_queue_ms": 300_000,
+    "max_queued_tokens": 1 << 22,
+}
+"""Options of engines that are asked all there is: room for every state, so that only the routing
+counts, and for all callers who begin at once.
+"""
+
+WHOLE_DEADLINE_S = 300.0
+SAME = ("card", "shape", "mode", "work", "size", "replicas", "gpus", "killed", "policy")
 
 
-def run(work: str, asked: Asked, count: int) -> Row:
+def kills(what: str, size: str, requests: int, each: int = 300) -> list[int]:
+    """After how many answers something is killed: of `each` so many if all there is is asked; of
+    nodes once.
+    """
+    at = [n for n in KILLS.get(size, range(each, requests, each)) if n < requests]
+    return at[:1] if what == "node" else at
+
+
+def run(work: str, asked: Asked, nodes: Nodes, args: argparse.Namespace) -> Row:
     """One work's row."""
     if work == "replay":
-        return trajectory_replay(asked, count, [HEAD])
+        return trajectory_replay(asked, nodes, args.replicas)
     if work == "scale":
-        return scale_1_3_1(asked, [HEAD], max(2, len(asked.callers[0].requests) // 2))
+        return scale_1_3_1(asked, nodes, max(1, len(asked.callers[0].requests) // 8))
     what = work.removeprefix("kill-")
-    nodes = [HEAD]
+    at = kills(what, args.size, asked.requests, args.kill_each)
     if what == "node":
-        # an engine takes a whole (pretended) GPU, so there is one a node; Gateways have the head
-        nodes = [{**HEAD, "num_gpus": 1}, {"num_cpus": 0, "num_gpus": 1}]
-        more = {"gpus_per_replica": 1, "cpus_per_replica": 0}
-        return kill(asked, 2, nodes, what, KILLS[asked.size], **more)
-    return kill(asked, count, nodes, what, KILLS[asked.size])
+        return kill(asked, nodes, 2, what, at, gpus_per_replica=1, cpus_per_replica=0)
+    return kill(asked, nodes, args.replicas, what, at)
+
+
+def ask_for(args: argparse.Namespace) -> Asked:
+    """Callers of the wanted size, and what one engine says to them."""
+    size, name = SIZES[args.size], args.size
+    if args.agents or args.steps:
+        agents, steps = args.agents or size.agents, args.steps or size.steps
+        asks = min(size.document_asks, agents * steps // 4)
+        size = replace(size, agents=agents, steps=steps, document_asks=asks)
+        name = f"{name}, {agents} x {steps}"
+    everyone = callers(size, args.data)
+    began = time.monotonic()
+    (told,) = ask_one_engine(EngineConfig(**ENGINE, pool_bytes=UNLIMITED), everyone)
+    spent = time.monotonic() - began
+    print(f"one engine computes {told.computed} tokens in {spent:.0f} s", flush=True)
+    if args.size != "full":
+        return Asked(name, everyone, told, ENGINE)
+    return Asked(name, everyone, told, ENGINE | WHOLE, deadline_s=WHOLE_DEADLINE_S)
 
 
 def main() -> None:
     """Runs what the command line says."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__)
-    works = ("replay", "kill-replica", "kill-node", "scale")
-    parser.add_argument("works", nargs="+", choices=works)
+    parser.add_argument("works", nargs="+", choices=WORKS)
     parser.add_argument("--size", choices=SIZES, default="ci")
     parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=["ours"])
+    parser.add_argument("--agents", type=int, help="fewer than the size has")
+    parser.add_argument("--steps", type=int, help="fewer than the size has")
+    parser.add_argument("--kill-each", type=int, default=300, help="in the full size")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of workload files")
     parser.add_argument("--out", type=Path, help="file for the rows, instead of results/fleet.json")
     args = parser.parse_args()
-    everyone = callers(SIZES[args.size], args.data)
-    told = ask_one_engine(everyone, EngineConfig(**ENGINE, pool_bytes=UNLIMITED))
-    print(f"one engine computes {told.computed} tokens", flush=True)
-    asked = Asked(args.size, everyone, told, ENGINE)
-    rows = []
-    for work in args.works:
-        rows.append(run(work, asked, args.replicas))
-        print(json.dumps(rows[-1]), flush=True)
+    asked, rows = ask_for(args), []
+    with cluster_of(NODES) as nodes:
+        for policy, work in product(args.policies, args.works):
+            of_policy = replace(asked, callers=with_sessions(asked.callers, policy))
+            began = time.monotonic()
+            with placing(policy):
+                rows.append({**run(work, of_policy, nodes, args), "policy": policy})
+            spent = time.monotonic() - began
+            print(f"{json.dumps(rows[-1])} in {spent:.0f} s", flush=True)
     if args.out:
         args.out.write_text(json.dumps(stamp(rows)))
     else:
-        same = ("card", "shape", "mode", "work", "size", "replicas", "killed", "policy")
-        print("written to", write("fleet", stamp(rows), same))
+        print("written to", write("fleet", stamp(rows), SAME))
 
 
 if __name__ == "__main__":

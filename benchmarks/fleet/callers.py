@@ -39,10 +39,12 @@ class Size:
 
 
 SIZES = {
-    # what a test has time for; 24 agents of 8 steps; all there is
-    "small": Size(10, 4, 1200, 8, 1, 800),
+    # a quick look; what tests ask; all there is
+    "small": Size(16, 4, 2000, 8, 1, 800),
     "ci": Size(24, 8, 2000, 16, 2, 1500),
     "full": Size(75, 61, 1 << 20, 200, 4),
+    # a card has done with it in half a minute
+    "gpu": Size(48, 24, 1 << 20, 96, 4),
 }
 
 
@@ -56,21 +58,24 @@ class Caller:
     requests: tuple[dict[str, Any], ...]
 
 
-def callers(size: Size, data: Path | None, seed: int = 0) -> list[Caller]:
-    """All callers, half of them over HTTP. data: folder of workload files; synthetic if absent."""
-    rng = random.Random(seed)
+def callers(size: Size, data: Path | None, variant: int = 0) -> list[Caller]:
+    """All callers, half of them over HTTP. data: folder of workload files; synthetic if absent.
+    variant: others have another opening and document, so that nothing of theirs has been computed.
+    """
+    rng = random.Random(0)
     cut = Cutter()
     rows = records("agent_trajectories", data)
     rng.shuffle(rows)
-    opening = _opening(data)
+    opening = _opening(data, 2 * variant + 1)
     made = []
     for number, row in enumerate(rows[: size.agents]):
         session = CARELESS if number < size.careless else ""
         way: Way = "http" if number % 2 == 0 else "client"
         asked = _steps(row, opening, size, cut)
         made.append(Caller(row["id"], way, session, tuple(asked[: size.steps])))
-    document = records("quality_like", data)[0]
-    text = cut(document["state"], size.document_tokens)
+    document = records("quality_like", data)[2 * variant]
+    # a beginning of its own: mixed workloads have the document, too
+    text = f"Document {variant}. " + cut(document["state"], size.document_tokens)
     asked = [
         {"state": text, "questions": {q["id"]: question(q)}} for q in document["questions"]
     ]  # asked one at a time, by two callers, in turn
@@ -92,25 +97,28 @@ def _steps(row: Record, opening: str, size: Size, cut: "Cutter") -> list[dict[st
     return made
 
 
-def _opening(data: Path | None) -> str:
+def _opening(data: Path | None, number: int) -> str:
     """8 KiB of one document, as a common system prompt would stand there."""
-    text = records("quality_like", data)[1]["state"].encode()[:OPENING_BYTES]
+    text = records("quality_like", data)[number]["state"].encode()[:OPENING_BYTES]
     return str(text.decode(errors="ignore"))
 
 
 class Cutter:
-    """Cuts texts by tokens of the embedded model's tokenizer, which `nano` shares."""
+    """Cuts texts by tokens of the embedded model's tokenizer, which random models share."""
 
     def __init__(self) -> None:
         self._tokenizer = TextTokenizer(EMBEDDED)
 
+    def count(self, text: str) -> int:
+        """Tokens of a text."""
+        return len(self._tokenizer.encode(text))
+
     def __call__(self, text: str, tokens: int) -> str:
         """The longest beginning of a text, to a hundred letters, with at most so many tokens."""
-        if len(text.encode()) <= tokens or len(self._tokenizer.encode(text)) <= tokens:
+        if len(text.encode()) <= tokens or self.count(text) <= tokens:
             return text
         low, high = 0, len(text)
         while high - low > 100:
             middle = (low + high) // 2
-            fits = len(self._tokenizer.encode(text[:middle])) <= tokens
-            low, high = (middle, high) if fits else (low, middle)
+            low, high = (middle, high) if self.count(text[:middle]) <= tokens else (low, middle)
         return text[:low]

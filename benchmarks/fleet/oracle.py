@@ -21,20 +21,25 @@ class Told:
     answers: dict[tuple[str, int], Values]
 
 
-def ask_one_engine(everyone: Sequence[Caller], config: EngineConfig) -> Told:
-    """Asks one engine everything, callers in turn, so that histories grow side by side."""
+def ask_one_engine(config: EngineConfig, *everyone: Sequence[Caller]) -> list[Told]:
+    """Asks one engine all that several fleets' callers ask, one fleet after the other; the callers
+    of one in turn, so that histories grow side by side.
+    """
     engine = Engine(config)
-    answers = {}
     try:
-        for turn in range(max(len(caller.requests) for caller in everyone)):
-            for caller in everyone:
-                if turn < len(caller.requests):
-                    request = DecisionRequest.model_validate(caller.requests[turn])
-                    found = engine.decide(request).model_dump()
-                    answers[caller.name, turn] = values(found)
-        return Told(engine.counters().computed, answers)
+        return [_ask(engine, callers) for callers in everyone]
     finally:
         engine.close()
+
+
+def _ask(engine: Engine, everyone: Sequence[Caller]) -> Told:
+    before, answers = engine.counters().computed, {}
+    for turn in range(max(len(caller.requests) for caller in everyone)):
+        for caller in everyone:
+            if turn < len(caller.requests):
+                request = DecisionRequest.model_validate(caller.requests[turn])
+                answers[caller.name, turn] = values(engine.decide(request).model_dump())
+    return Told(engine.counters().computed - before, answers)
 
 
 def values(response: dict[str, Any]) -> Values:

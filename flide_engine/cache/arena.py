@@ -178,10 +178,6 @@ class Arena:
         self.pages.give(numbers)
         return Taken(numbers, runs, sources, targets)
 
-    def units_of_slot(self, slot: int) -> Ints:
-        """Units of a slot, in order."""
-        return np.arange(slot * self.run, (slot + 1) * self.run, dtype=np.int32)
-
     def _clear(self, count: int) -> tuple[Ints, Ints, Ints]:
         """Runs for slots, lowest first, then those with the fewest pages; the pages that were in
         them, and in which units.

@@ -4,93 +4,92 @@ A file holds what a checkpoint adds to the one before it on disk: tokens and pag
 and its state. It is written under another name and renamed, so it is there whole or not at all; its
 name follows from weights, layout, tenant and prefix, so it is found without being opened. For whom
 it is kept may change, and then stands in a small file beside it. What is damaged, of other weights
-or of another layout is refused, reported and never used.
+or of another layout is refused, reported and never used; it counts, and is the first to go.
 """
 
 import hashlib
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
+from flide_engine.cache.disk_file import (
+    FORMAT,
+    NAMES,
+    SUFFIX,
+    File,
+    Loaded,
+    Reader,
+    contents_of,
+    file_of,
+    header_of,
+    packed,
+    part_of,
+)
 from flide_engine.cache.names import Named, names_in, names_text
 from flide_engine.config import GRAIN
 from flide_engine.layout.plan import Ints
 
 log = logging.getLogger(__name__)
 
-FORMAT, SUFFIX, NAMES = "flide-disk-2", ".checkpoint", ".names"
-
-
-@dataclass(eq=False)
-class File(Named):
-    """What is known of a file: the one it continues ("" for none), its length, its last use, whose
-    state it is of, tokens of the prefix.
-    """
-
-    parent: str
-    size: int
-    used: float
-    tenant: str
-    position: int
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A checkpoint from disk: tokens [position], pages [position / 64, bytes], state [bytes] as it
-    is kept (StateFormat), and for whom it is kept.
-    """
-
-    tokens: Ints
-    pages: Tensor
-    state: Tensor
-    known: Named = field(default_factory=Named)
-
 
 class DiskTier:
-    """Checkpoints in a folder. Any thread may use it."""
+    """Checkpoints in a folder. Any thread may use it.
+
+    What is given up and for whom files are kept is changed in memory only, where engines may do it
+    between two rounds; `flush` makes the folder agree.
+    """
 
     def __init__(
         self, folder: Path, budget: int, weights: str, layout: str, clock: Callable[[], float]
     ) -> None:
         """budget: bytes of all files. weights, layout: what a file must have been made with.
 
-        Looks at the folder's files, and removes what an interrupted process left behind.
+        Looks at the folder's files, which must be this tier's alone, and removes what an
+        interrupted process left behind and what is more than the budget.
         """
         self._folder, self.budget, self._clock = folder, budget, clock
         self._made = {"format": FORMAT, "weights": weights, "layout": layout}
-        self._lock = threading.Lock()
+        made = json.dumps(self._made, sort_keys=True)
+        self._digest = hashlib.blake2b(made.encode(), digest_size=16)  # names begin with it
+        self._lock = threading.Lock()  # of what is known of files: never held while one is written
+        self._folder_lock = threading.Lock()  # of which files are there; taken before the other
         self._files: dict[str, File] = {}
+        self._coming: set[File] = set()  # those that are yet to be written
+        self._gone: dict[str, None] = {}  # to be removed, in this order
+        self._unnoted: set[str] = set()  # kept for others than their files say
+        self._others: dict[str, tuple[float, int]] = {}  # (written, bytes) of what is not used
         self.refused = 0
         folder.mkdir(parents=True, exist_ok=True)
-        for path in sorted(folder.glob(f"*{SUFFIX}*")):
-            if path.suffix != SUFFIX:
-                path.unlink(missing_ok=True)
-            elif (header := self._header(path)) is not None:
-                self._files[path.stem] = _file(header, path.stat().st_size, clock())
-                self._read_names(path.stem)
+        for path in folder.glob("*.part"):
+            path.unlink(missing_ok=True)
+        # what was written last counts as used last
+        for path in sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime):
+            if (header := self._header(path)) is None:
+                self._put_aside(path.stem)
+                continue
+            self._files[path.stem] = file_of(path, header, clock())
+            self._read_names(path.stem)
         for path in folder.glob(f"*{NAMES}"):
             if not path.with_suffix(SUFFIX).exists():
                 path.unlink(missing_ok=True)
+        self._make_room("")
+        self.flush()
 
     def __len__(self) -> int:
         return len(self._files)
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all files."""
+        """Bytes of all files, also of those that are not used."""
         with self._lock:
-            return sum(f.size for f in self._files.values())
+            return self._held()
 
     @property
     def distinct_tokens(self) -> int:
@@ -101,15 +100,15 @@ class DiskTier:
                 f.position for f in before if f is not None
             )
 
-    def longest(self, tenant: str, keys: Sequence[bytes], limit: int) -> int:
-        """Tokens of the longest checkpoint of a prefix, at no more than `limit`; 0 for none.
+    def longest(self, tenant: str, keys: Sequence[bytes], limit: int, least: int = 0) -> int:
+        """Tokens of the longest checkpoint of a prefix, at no more than `limit` and more than
+        `least`; 0 for none.
 
-        keys: `grain_keys` of the prompt.
+        keys: `grain_keys` of the prompt. Waits for nobody: what is told may have changed since.
         """
-        with self._lock:
-            for grains in range(min(limit // GRAIN, len(keys)), 0, -1):
-                if self._name(tenant, keys[grains - 1]) in self._files:
-                    return grains * GRAIN
+        for grains in range(min(limit // GRAIN, len(keys)), least // GRAIN, -1):
+            if self._name(tenant, keys[grains - 1]) in self._files:
+                return grains * GRAIN
         return 0
 
     def of(self, tenant: str | None, name: str = "") -> list[File]:
@@ -124,27 +123,57 @@ class DiskTier:
 
         Those that are kept for no other name are removed, or stay as the base of files that are.
         """
-        left = [f for f in self.of(tenant, name) if f.position > beyond]
         with self._lock:
+            left = [f for f in self._named(tenant, name) if f.position > beyond]
             for file in left:
                 file.leave(name)
             self._prune()
             self._note(left)
-        return len(left)
+            return sum(1 for file in left if file not in self._coming)
 
-    def branch(self, files: Sequence[File], new: str, anchor: str) -> None:
-        """Keeps files for another name, too. anchor: what that name is routed on."""
+    def branch(self, tenant: str, name: str, position: int, new: str, anchor: str) -> None:
+        """Keeps a named state's files of so many tokens for another name, too. anchor: what that
+        name is routed on.
+        """
         with self._lock:
+            files = self._named(tenant, name, position)
             for file in files:
                 file.keep_for(new, anchor)
             self._note(files)
 
-    def pin(self, files: Sequence[File], pinned: bool) -> None:
-        """Keeps files from eviction, or no longer."""
+    def pin(self, tenant: str, name: str, position: int | None, pinned: bool) -> None:
+        """Keeps a named state's files from eviction, or no longer: those of so many tokens, or
+        all.
+        """
         with self._lock:
+            files = self._named(tenant, name, position)
             for file in files:
                 file.pinned = pinned
             self._note(files)
+
+    def flush(self) -> None:
+        """Removes what has been given up and writes for whom files are kept. Errors of the disk are
+        logged.
+        """
+        with self._folder_lock:
+            with self._lock:
+                gone = [stem for stem in self._gone if stem not in self._files]
+                names = {s: names_text(self._files[s]) for s in self._unnoted if s in self._files}
+                self._gone.clear()
+                self._unnoted.clear()
+            for stem in gone:
+                for suffix in (SUFFIX, NAMES):
+                    path = self._folder / f"{stem}{suffix}"
+                    try:
+                        path.unlink(missing_ok=True)
+                    except OSError as error:
+                        log.warning("%s cannot be removed: %s", path, error)
+            for stem, known_as in names.items():
+                path = self._folder / f"{stem}{NAMES}"
+                try:
+                    part_of(path, known_as.encode()).replace(path)
+                except OSError as error:
+                    log.warning("names of checkpoint %s cannot be written: %s", stem, error)
 
     def bytes_with(self, more: Sequence[File]) -> int:
         """Bytes of pinned files and of some more."""
@@ -152,49 +181,70 @@ class DiskTier:
             pinned = {f for f in self._files.values() if f.pinned} | set(more)
             return sum(f.size for f in pinned)
 
-    def save(
-        self, tenant: str, known: Named, keys: Sequence[bytes], tokens: Ints,
-        read: Callable[[int], tuple[Tensor, Tensor]],
-    ) -> None:  # fmt: skip
-        """Writes a checkpoint, without what the longest one before it holds.
-
-        known: for whom it is kept. keys, tokens: of its whole prefix. read: (pages from a grain on
-        [n, bytes], state [bytes]), both uint8. An error of the disk is logged, and nothing is
-        written.
+    def announce(self, tenant: str, known: Named, position: int) -> File:
+        """A checkpoint that is going to be saved: what happens to its names until then happens to
+        its file. `save` or `withdraw` must follow.
         """
-        stem = self._name(tenant, keys[-1])
-        start = self.longest(tenant, keys, len(tokens) - GRAIN)
-        parent = self._name(tenant, keys[start // GRAIN - 1]) if start else ""
+        file = File("", 0, self._clock(), tenant, position, **asdict(known.known()))
         with self._lock:
+            self._coming.add(file)
+        return file
+
+    def withdraw(self, coming: File) -> None:
+        """It is not going to be saved."""
+        with self._lock:
+            self._coming.discard(coming)
+
+    def save(self, coming: File, keys: Sequence[bytes], tokens: Ints, read: Reader) -> None:
+        """Writes a checkpoint, without what the longest one before it holds, unless it is kept for
+        nobody any more.
+
+        keys, tokens: of its whole prefix. An error of the disk is logged, and nothing is written.
+        """
+        try:
+            self._save(coming, keys, tokens, read)
+        finally:
+            self.withdraw(coming)
+            self.flush()
+
+    def _save(self, coming: File, keys: Sequence[bytes], tokens: Ints, read: Reader) -> None:
+        stem = self._name(coming.tenant, keys[-1])
+        start = self.longest(coming.tenant, keys, len(tokens) - GRAIN)
+        parent = self._name(coming.tenant, keys[start // GRAIN - 1]) if start else ""
+        with self._lock:
+            if coming.is_base:
+                return
             if (file := self._files.get(stem)) is not None:
                 file.used = self._clock()
                 before = names_text(file)
-                file.learn(known)
+                file.learn(coming)
                 if names_text(file) != before:
                     self._note([file])
                 return
-        pages, state = read(start // GRAIN)
-        tensors = {
-            "tokens": torch.from_numpy(tokens[start:].astype(np.int32)),
-            "pages": pages.contiguous(),
-            "state": state.contiguous(),
-        }
+            names = names_text(coming)
         header = {**self._made, "parent": parent, "start": str(start)}
-        header |= {"tenant": tenant, "names": names_text(known), "position": str(len(tokens))}
-        header["checksum"] = _checksum(header, tensors)
-        data = save(tensors, metadata=header)
+        header |= {"tenant": coming.tenant, "names": names, "position": str(len(tokens))}
+        data = packed(header, tokens[start:], *read(start // GRAIN))
         path = self._folder / f"{stem}{SUFFIX}"
         try:
-            _write(path, data)
+            part = part_of(path, data)
+            with self._folder_lock, self._lock:
+                # removed meanwhile, or what it continues: the file is of no use
+                if coming.is_base or (parent and parent not in self._files):
+                    part.unlink()
+                    return
+                path.with_suffix(NAMES).unlink(missing_ok=True)  # of one that was there before
+                part.replace(path)
+                coming.parent, coming.size, coming.stem = parent, len(data), stem
+                coming.used = self._clock()
+                self._coming.discard(coming)
+                self._others.pop(stem, None)
+                self._files[stem] = coming
+                if names_text(coming) != names:
+                    self._note([coming])
+                self._make_room(stem)
         except OSError as error:
             log.warning("checkpoint %s cannot be written: %s", path.name, error)
-            return
-        with self._lock:
-            if parent and parent not in self._files:  # removed meanwhile: the file is of no use
-                path.unlink(missing_ok=True)
-                return
-            self._files[stem] = _file(header, len(data), self._clock())
-            self._make_room(stem)
 
     def load(self, tenant: str, keys: Sequence[bytes], tokens: Ints) -> Loaded | None:
         """The checkpoint of exactly these tokens; None if it is not there or not to be trusted.
@@ -225,19 +275,14 @@ class DiskTier:
         return Loaded(tokens, torch.cat(pages), state, file.known() if file else Named())
 
     def _name(self, tenant: str, key: bytes) -> str:
-        digest = hashlib.blake2b(json.dumps(self._made, sort_keys=True).encode(), digest_size=16)
+        digest = self._digest.copy()
         digest.update(b"\0" + tenant.encode() + b"\0" + key)
         return digest.hexdigest()
 
     def _header(self, path: Path) -> dict[str, str] | None:
         """A file's header if it was made with what this tier is for; others stay untouched."""
         try:
-            with path.open("rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                header: dict[str, Any] = json.loads(file.read(min(size, 1 << 20)))["__metadata__"]
-            foreign = {k: header[k] for k, ours in self._made.items() if header[k] != ours}
-            if not foreign:
-                _file(header, 0, 0.0), int(header["start"])
+            header, foreign = header_of(path, self._made)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._report(path, f"it is no checkpoint ({type(error).__name__})")
             return None
@@ -258,14 +303,10 @@ class DiskTier:
             self._drop(name)
             return None
         try:
-            tensors = load(path.read_bytes())
-            told = header.pop("checksum", None)
-            if told != _checksum(header, tensors):
-                raise ValueError("the checksum does not agree")
-        except (OSError, ValueError, SafetensorError) as error:
+            return header, contents_of(path, header)
+        except (OSError, ValueError) as error:
             self._refuse(name, str(error))
             return None
-        return header, tensors
 
     def _refuse(self, name: str, why: str) -> None:
         self._report(self._folder / f"{name}{SUFFIX}", why)
@@ -276,20 +317,35 @@ class DiskTier:
         log.warning("checkpoint file %s is refused: %s", path.name, why)
 
     def _drop(self, name: str) -> None:
-        """Forgets a file and those that continue it; they stay for whoever wants to look."""
+        """Forgets a file and those that continue it; they stay for whoever wants to look, while
+        there is room.
+        """
         with self._lock:
             gone = [name]
             while gone:
-                self._files.pop(gone.pop(), None)
+                stem = gone.pop()
+                if self._files.pop(stem, None) is not None:
+                    self._put_aside(stem)
                 gone += [
                     n for n, f in self._files.items() if f.parent and f.parent not in self._files
                 ]
 
+    def _put_aside(self, stem: str) -> None:
+        """Counts a file that is not used; the lock is held, here and below."""
+        try:
+            found = (self._folder / f"{stem}{SUFFIX}").stat()
+        except OSError:
+            return
+        self._others[stem] = found.st_mtime, found.st_size
+
+    def _held(self) -> int:
+        return sum(f.size for f in self._files.values()) + sum(n for _, n in self._others.values())
+
     def _remove(self, stem: str) -> None:
-        """Removes a file that none continues; the lock is held, here and below."""
-        del self._files[stem]
-        for suffix in (SUFFIX, NAMES):
-            (self._folder / f"{stem}{suffix}").unlink(missing_ok=True)
+        """Gives up a file that none continues, or that is not used."""
+        if self._files.pop(stem, None) is None:
+            del self._others[stem]
+        self._gone[stem] = None
 
     def _prune(self) -> None:
         """Removes files that are kept for nobody and that none continues."""
@@ -302,11 +358,15 @@ class DiskTier:
                 self._remove(stem)
 
     def _make_room(self, newest: str) -> None:
-        """Removes files that none continues, least recently used first, until the budget holds.
+        """Removes files until the budget holds: those that are not used, the oldest first, then
+        those that none continues, least recently used first.
 
         Pinned ones stay; if nothing else is left, the newest goes.
         """
-        while sum(f.size for f in self._files.values()) > self.budget:
+        while self._held() > self.budget:
+            if self._others:
+                self._remove(min(self._others, key=lambda stem: self._others[stem]))
+                continue
             parents = {f.parent for f in self._files.values()}
             ends = [n for n, f in self._files.items() if n not in parents and not f.pinned]
             if not ends and newest not in self._files:
@@ -314,15 +374,19 @@ class DiskTier:
             self._remove(min(ends or [newest], key=lambda n: self._files[n].used))
             self._prune()
 
+    def _named(self, tenant: str, name: str, position: int | None = None) -> list[File]:
+        """As `of`, with those that are yet to be written; position: only those of so many
+        tokens.
+        """
+        return [
+            f
+            for f in (*self._files.values(), *self._coming)
+            if f.tenant == tenant and f.goes_by(name) and position in (None, f.position)
+        ]
+
     def _note(self, changed: Sequence[File]) -> None:
-        """Writes for whom files are kept now, if they are still there."""
-        stems = {id(file): stem for stem, file in self._files.items()}
-        for file in changed:
-            if (stem := stems.get(id(file))) is not None:
-                try:
-                    _write(self._folder / f"{stem}{NAMES}", names_text(file).encode())
-                except OSError as error:
-                    log.warning("names of checkpoint %s cannot be written: %s", stem, error)
+        """For whom files are kept has changed: if they are there, that is to be written."""
+        self._unnoted |= {file.stem for file in changed if file.stem}
 
     def _read_names(self, stem: str) -> None:
         """Takes in for whom a file is kept, if that has changed since it was written."""
@@ -334,30 +398,3 @@ class DiskTier:
             return
         except (OSError, ValueError) as error:
             self._report(path, f"it holds no names ({type(error).__name__})")
-
-
-def _file(header: dict[str, str], size: int, used: float) -> File:
-    """Raises KeyError or ValueError if the header lacks something."""
-    position, names = int(header["position"]), names_in(header["names"])
-    return File(header["parent"], size, used, header["tenant"], position, **names)
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all, also if the machine stops."""
-    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.blake2b(json.dumps(header, sort_keys=True).encode(), digest_size=16)
-    for name in sorted(tensors):
-        digest.update(name.encode() + b"\0")
-        digest.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

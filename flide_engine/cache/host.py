@@ -6,6 +6,7 @@ pages to states follows the load. Checkpoints share the rows of what they have i
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from flide_engine.cache.arena import Counted
 from flide_engine.cache.beside import AtOnce, Event
 from flide_engine.cache.index import Checkpoint, Match, PrefixIndex
+from flide_engine.cache.pinned import pinned
 from flide_engine.cache.pool import Pool
 from flide_engine.cache.rows import collect, move_rows, spread
 from flide_engine.cache.state_format import StateFormat
@@ -30,6 +32,14 @@ class Copied:
 
     pages: Tensor
     state: Tensor
+
+
+class Stored(NamedTuple):
+    """A copy on the host, when it is there, and how many bytes are moved for it."""
+
+    copy: Checkpoint
+    event: Event
+    moved: int
 
 
 class HostTier:
@@ -54,7 +64,9 @@ class HostTier:
                 f" page takes {self._state_rows + 1}"
             )
         self.pinned = pool.device.type == "cuda"
-        self._rows = torch.zeros(count, self._row, dtype=torch.uint8, pin_memory=self.pinned)
+        size = count * self._row
+        self._memory = pinned(size) if self.pinned else torch.zeros(size, dtype=torch.uint8)
+        self._rows = self._memory.view(count, self._row)
         self._counted = Counted("host rows", count)
         self._clock = clock
         self._states: dict[int, Ints] = {}  # rows of each state, by its number
@@ -93,27 +105,28 @@ class HostTier:
 
     def store(
         self, tenant: str, name: str, tokens: Ints, keys: Sequence[bytes], pool: Pool, pages: Ints,
-        slot: int, anchor: str = "",
-    ) -> tuple[Checkpoint, Event] | None:  # fmt: skip
-        """Copies a checkpoint of the pool, beside the rounds, without what is here already: (it,
-        when it is there); None if there is no room.
+        slot: int,
+    ) -> Stored | None:  # fmt: skip
+        """Copies a checkpoint of the pool, beside the rounds, without what is here already; None
+        if there is no room.
 
         tokens, keys: of its prefix. The pool's must stay where it is until the copies are made.
         """
-        position = GRAIN * len(pages)
+        position, victims = GRAIN * len(pages), None
         while True:
             known = self.index.match(tenant, tokens, keys, position)
             if known.checkpoint is not None and known.checkpoint.position == position:
                 known.checkpoint.used = self._clock()
-                known.checkpoint.anchor = anchor or known.checkpoint.anchor
-                return known.checkpoint, AtOnce()
+                return Stored(known.checkpoint, AtOnce(), 0)
             new = pages[known.agreed // GRAIN :]
             try:
                 rows = self._counted.take(len(new) + self._state_rows)
                 break
             except PoolExhausted:
-                if not self._evict():
+                victims = victims or self.index.victims(self._clock())
+                if (victim := next(victims, None)) is None:
                     return None
+                self.forget(victim)
         of_pages, of_state = rows[: len(new)], rows[len(new) :]
         places = pool.places(new)
 
@@ -126,9 +139,9 @@ class HostTier:
         self._states[number] = of_state
         every = np.concatenate([np.zeros(known.agreed // GRAIN, np.int32), of_pages])
         made, _, _ = self.index.insert(
-            tenant, tokens, keys, every.astype(np.int32), number, self._clock(), name, anchor
+            tenant, tokens, keys, every.astype(np.int32), number, self._clock(), name
         )
-        return made, event
+        return Stored(made, event, len(new) * self._page + self.format.size)
 
     def restore(
         self, checkpoint: Checkpoint, first: int, pool: Pool, pages: Ints, slot: int
@@ -167,10 +180,3 @@ class HostTier:
     def of(self, tenant: str | None, name: str = "") -> list[Checkpoint]:
         """A tenant's checkpoints, of one name or of all; tenant: None for every one's."""
         return [c for c in self.index if tenant in (None, c.tenant) and c.goes_by(name)]
-
-    def _evict(self) -> bool:
-        victim = self.index.victim(self._clock())
-        if victim is None:
-            return False
-        self.forget(victim)
-        return True

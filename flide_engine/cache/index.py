@@ -9,6 +9,7 @@ exist only on the way to checkpoints, so every page the index holds is needed to
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +65,10 @@ class Checkpoint(Named):
     locks: int = 0
     coming: Event | None = None
     _grain: _Grain | None = None
+    _before: "Checkpoint | None" = None
+    _after: "set[Checkpoint]" = field(default_factory=set)
+    _continued: bool = False
+    _saved: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ class PrefixIndex:
         """slot_pages: memory of a slot over that of a page, for what a checkpoint is worth."""
         self._slot_pages = slot_pages
         self._roots: dict[str, _Grain] = {}
-        self._checkpoints: dict[int, Checkpoint] = {}  # by slot
+        self._checkpoints: dict[int, Checkpoint] = {}  # by slot, oldest first
         self.grains = 0
 
     def __len__(self) -> int:
@@ -147,8 +152,9 @@ class PrefixIndex:
         """
         at = self._roots.setdefault(tenant, _Grain(None, b"", b"", -1))
         data = np.ascontiguousarray(tokens, np.int32)
-        taken = []
+        taken, before = [], None
         for i, page in enumerate(pages):
+            before = at.checkpoint or before
             child = at.children.get(keys[i])
             text = data[GRAIN * i : GRAIN * (i + 1)].tobytes()
             if child is None:
@@ -163,6 +169,7 @@ class PrefixIndex:
         position = GRAIN * len(pages)
         made = Checkpoint(tenant, position, slot, now, name=name, anchor=anchor, _grain=at)
         at.checkpoint = self._checkpoints[slot] = made
+        _link(made, before, _next_after(at))
         return made, np.array(taken, np.int32), True
 
     def pages_of(self, checkpoint: Checkpoint) -> Ints:
@@ -175,12 +182,8 @@ class PrefixIndex:
 
     def own_pages(self, checkpoint: Checkpoint) -> int:
         """Pages between a checkpoint and the one before it on its way."""
-        at, count = checkpoint._grain, 0
-        while at is not None and at.parent is not None:
-            at, count = at.parent, count + 1
-            if at.checkpoint is not None:
-                break
-        return count
+        before = checkpoint._before
+        return (checkpoint.position - (before.position if before else 0)) // GRAIN
 
     def is_continued(self, checkpoint: Checkpoint) -> bool:
         """Whether a longer checkpoint goes on from it."""
@@ -202,6 +205,7 @@ class PrefixIndex:
         assert at is not None
         del self._checkpoints[checkpoint.slot]
         at.checkpoint = None
+        _unlink(checkpoint)
         pages = []
         while at.parent is not None and at.checkpoint is None and not at.children:
             pages.append(at.page)
@@ -219,14 +223,7 @@ class PrefixIndex:
         it went. One that a longer one continues serves only those who turn back, so it is worth a
         fraction, and frees its slot but no page.
         """
-        at, saved = checkpoint._grain, checkpoint.position
-        assert at is not None
-        continued = bool(at.children)
-        while not continued and at.parent is not None:
-            at = at.parent
-            if at.checkpoint is not None:
-                saved -= at.checkpoint.position
-                break
+        continued, saved = checkpoint._continued, checkpoint._saved
         age = max(now - checkpoint.used, 0.0) + 1.0
         pages = self._slot_pages if continued else self._slot_pages + saved // GRAIN
         share = 1.0
@@ -234,17 +231,42 @@ class PrefixIndex:
             share = TURNING_BACK + min(1.0, SHARED * max(0, checkpoint.hits - 1))
         return share * saved / (age * pages)
 
-    def evict(self, now: float) -> Freed | None:
-        """Removes the least worthy checkpoint that is neither locked nor pinned; None if there is
-        none.
-        """
-        victim = self.victim(now)
-        return self.remove(victim) if victim else None
+    def victims(self, now: float) -> Iterator[Checkpoint]:
+        """Checkpoints that are neither locked nor pinned, each the least worthy of those that are
+        left, the oldest of equals; the caller removes it before it asks for the next.
 
-    def victim(self, now: float) -> Checkpoint | None:
-        """What `evict` would remove."""
-        free = [c for c in self._checkpoints.values() if not c.locks and not c.pinned]
-        return min(free, key=lambda c: self.worth(c, now), default=None)
+        All are looked at once: nothing may be inserted meanwhile, and what is unlocked meanwhile is
+        not told.
+        """
+        known = list(self._checkpoints.values())
+        worths = self._worths(known, now)
+        while known:
+            at = int(worths.argmin())
+            victim = known[at]
+            if worths[at] == np.inf:
+                return
+            worths[at] = np.inf
+            if victim.locks or victim.pinned or victim not in self:
+                continue
+            near = [victim._before, *victim._after]
+            yield victim
+            for c in near:
+                if c is not None and worths[i := known.index(c)] < np.inf:
+                    worths[i] = self.worth(c, now)
+
+    def _worths(self, known: Sequence[Checkpoint], now: float) -> NDArray[np.float64]:
+        """`worth` of each, to the bit; infinite if it is locked or pinned."""
+
+        def every(name: str) -> NDArray[np.float64]:
+            return np.fromiter(map(attrgetter(name), known), np.float64, len(known))
+
+        hits, saved, continued = every("hits"), every("_saved"), every("_continued") > 0
+        age = np.maximum(now - every("used"), 0.0) + 1.0
+        pages = self._slot_pages + np.where(continued, 0, saved // GRAIN)
+        turned = TURNING_BACK + np.minimum(1.0, SHARED * np.maximum(0, hits - 1))
+        worths: NDArray[np.float64] = np.where(continued, turned, 1.0) * saved / (age * pages)
+        worths[(every("locks") > 0) | (every("pinned") > 0)] = np.inf
+        return worths
 
 
 TURNING_BACK = 0.001
@@ -262,3 +284,47 @@ def _path(checkpoint: Checkpoint) -> list[_Grain]:
         found.append(at)
         at = at.parent
     return found[::-1]
+
+
+def _link(made: Checkpoint, before: Checkpoint | None, after: set[Checkpoint]) -> None:
+    """Puts a checkpoint between the last one before it and the first ones after it."""
+    made._before, made._after = before, after
+    for c in after:
+        c._before = made
+    if before is not None:
+        before._after -= after
+        before._after.add(made)
+    _weigh(made, before, *after)
+
+
+def _unlink(gone: Checkpoint) -> None:
+    """Takes a checkpoint out from between them."""
+    before, after = gone._before, gone._after
+    for c in after:
+        c._before = before
+    if before is not None:
+        before._after.discard(gone)
+        before._after |= after
+    gone._before, gone._after = None, set()
+    _weigh(before, *after)
+
+
+def _weigh(*changed: Checkpoint | None) -> None:
+    """What some checkpoints save now: see `PrefixIndex.worth`."""
+    for c in changed:
+        if c is not None:
+            c._continued = bool(c._after)
+            before = None if c._continued else c._before
+            c._saved = c.position - (before.position if before else 0)
+
+
+def _next_after(grain: _Grain) -> set[Checkpoint]:
+    """The first checkpoints on every way on from a grain."""
+    found, ways = set(), list(grain.children.values())
+    while ways:
+        at = ways.pop()
+        if at.checkpoint is None:
+            ways += at.children.values()
+        else:
+            found.add(at.checkpoint)
+    return found

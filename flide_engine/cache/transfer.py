@@ -10,7 +10,6 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -93,9 +92,16 @@ def read(data: bytes, pool: Pool, weights: str) -> Parcel:
             raise CheckpointRefused(f"its {what} differ", f"{header.get(what)!r}, here {ours!r}")
     if header.get("checksum") != _checksum(tensors):
         raise CheckpointRefused("it is damaged", "the checksum does not agree")
-    tokens = tensors.pop("tokens").numpy().astype(np.int32)
-    if len(tokens) % GRAIN or tensors["keys"].shape[1] != len(tokens) // GRAIN:
-        raise CheckpointRefused("it is damaged", f"{len(tokens)} tokens do not fit its pages")
+    told = tensors.pop("tokens", torch.zeros(0))
+    if told.dtype != torch.int32 or told.dim() != 1 or not len(told) or len(told) % GRAIN:
+        detail = f"its tokens are {_kind(told)}, not some grains of {GRAIN}"
+        raise CheckpointRefused("it is damaged", detail)
+    tokens = told.numpy()
+    fits = _kinds(pool, len(tokens) // GRAIN)
+    for name in sorted(fits.keys() | tensors.keys()):
+        kind = _kind(tensors[name]) if name in tensors else "not there"
+        if kind != (ours := fits.get(name, "not known")):
+            raise CheckpointRefused("it is damaged", f"its {name} are {kind}, here {ours}")
     try:
         return Parcel(
             header["tenant"], header["name"], header.get("anchor", ""), tokens, tensors,
@@ -114,6 +120,17 @@ def put_in(pool: Pool, parcel: Parcel, pages: Ints, slot: int) -> None:
         ours[name][:, at] = parcel.tensors[name].to(ours[name].device)
     for name in ("recurrent_state", "conv_state"):
         ours[name][:, slot] = parcel.tensors[name].to(ours[name].device)
+
+
+def _kinds(pool: Pool, pages: int) -> dict[str, str]:
+    """Shapes and types of a parcel's tensors with so many pages."""
+    ours = vars(pool.tensors)
+    paged = {n: _kind(ours[n][:, :1].expand(-1, pages, -1, -1, -1)) for n in ("keys", "values")}
+    return paged | {n: _kind(ours[n][:, 0]) for n in ("recurrent_state", "conv_state")}
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def _layout(pool: Pool) -> str:

@@ -31,9 +31,8 @@ Floats = NDArray[np.float32]
 class Read:
     """What is read at the last token of a prompt.
 
-    prompt: index of the prompt. head_rows: [k] rows of the output head, read as float32 logits
-    [k]; None:
-    the hidden vector itself, float32 [H]. about: names the question or option in an error.
+    prompt: index of the prompt. head_rows: [k] rows of the output head, read as float32 logits [k];
+    None: the hidden vector itself, float32 [H]. about: names the question or option in an error.
     """
 
     prompt: int
@@ -77,8 +76,11 @@ class Family(Protocol):
 
     card: ModelCard
 
-    def render(self, request: DecisionRequest) -> Rendered:
-        """The request's prompts and reads. Raises InvalidRequest."""
+    def render(self, request: DecisionRequest, tenant: str = "") -> Rendered:
+        """The request's prompts and reads. Raises InvalidRequest.
+
+        tenant: whose it is; what is kept of texts and options is used again for the same one only.
+        """
         ...
 
     def finish(self, rendered: Rendered, values: Sequence[Floats]) -> dict[str, Answer]:

@@ -34,6 +34,7 @@ from flide_engine.families.base import (
     score_answer,
     softmax,
 )
+from flide_engine.families.growing import GrowingTexts
 from flide_engine.families.rendering import entry_text, level_text, option_text, question_text
 from flide_engine.families.tokenizer import TextTokenizer
 
@@ -52,9 +53,12 @@ class _Labels:
 class NextToken:
     """The family of any chat checkpoint."""
 
-    def __init__(self, folder: Path, tokenizer: TextTokenizer, name: str) -> None:
+    def __init__(
+        self, folder: Path, tokenizer: TextTokenizer, name: str, text_cache_bytes: int = 0
+    ) -> None:
+        """text_cache_bytes: for texts that were encoded before."""
         self.card = ModelCard(name, f"Next-token decisions by {name}", "1970-01-01")
-        self.tokenizer = tokenizer
+        self.tokenizer, self._texts = tokenizer, GrowingTexts(tokenizer, text_cache_bytes)
         self._choice = _labels(tokenizer, _letters(), MAX_OPTIONS, least=2)
         self._score = _labels(tokenizer, string.digits, MAX_LEVELS, least=MAX_LEVELS)
         self._noul = _labels(tokenizer, ("Yes", "No"), 2, least=2)
@@ -63,7 +67,7 @@ class NextToken:
         self._closing, self._after = _encode_but_first_run(tokenizer, after)
         self._may_cut = tokenizer.may_cut("\n\n", _QUESTION)
 
-    def render(self, request: DecisionRequest) -> Rendered:
+    def render(self, request: DecisionRequest, tenant: str = "") -> Rendered:
         """See Family.render.
 
         The state is encoded once if the tokenizer always ends a word before a question.
@@ -74,14 +78,14 @@ class NextToken:
         cut = self._may_cut and bool(state)
         head, settled = self._before, 0
         if cut:
-            ids, settled = self.tokenizer.encode_growing(opening)
+            ids, settled = self._texts.encode_growing(opening, tenant)
             head = np.concatenate([self._before, ids])
         prompts: list[Tokens] = []
         reads: list[Read] = []
         for name, question in request.questions.items():
             labels = self._labels_of(question, name)
             text = _question(question, labels.texts) + self._closing
-            body = self.tokenizer.encode(text if cut else opening + text)
+            body = self._texts.encode(text if cut else opening + text, tenant)
             reads.append(Read(len(prompts), labels.ids, f"question {name!r}"))
             prompts.append(np.concatenate([head, body, self._after]).astype(np.int32))
         shared = _shared(prompts)

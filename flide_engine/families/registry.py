@@ -11,7 +11,7 @@ from flide_engine.families.tokenizer import TextTokenizer
 
 
 def load_family(
-    folder: Path, name: str, weights: str, option_cache_entries: int
+    folder: Path, name: str, weights: str, option_cache_entries: int, text_cache_bytes: int = 0
 ) -> tuple[Family, int]:
     """(the family, its tokenizer's vocabulary size). Raises ConfigError for an unknown family.
 
@@ -19,8 +19,9 @@ def load_family(
     """
     tokenizer = TextTokenizer(folder)
     if not (folder / "decision_config.json").is_file():
-        return NextToken(folder, tokenizer, name), tokenizer.vocab_size
+        return NextToken(folder, tokenizer, name, text_cache_bytes), tokenizer.vocab_size
     family = json.loads((folder / "decision_config.json").read_text()).get("family")
     if family != "option_vectors":
         raise ConfigError(f"decision family {family!r} in {folder}; supported: 'option_vectors'")
-    return OptionVectors(folder, tokenizer, weights, option_cache_entries), tokenizer.vocab_size
+    made = OptionVectors(folder, tokenizer, weights, option_cache_entries, text_cache_bytes)
+    return made, tokenizer.vocab_size

@@ -1,8 +1,7 @@
 """Texts that families put into prompts; standard library only, shared by serving and by training.
 
 A text is either *user text* (anything a caller sent) or a *control token* (written by a family).
-The
-two never mix: a family names control tokens by id, and user text that spells one is encoded as
+The two never mix: a family names control tokens by id, and user text that spells one is encoded as
 text.
 """
 

@@ -28,15 +28,14 @@ def gated_delta_rule_ref(
     """Outputs of nodes[0] .. nodes[1]-1 into `out`, their marked states into `recurrent_state`.
 
     q, k [T, Hv, dk] (normalised, q scaled), v [T, Hv, dv], g [T, Hv] log decay <= 0, beta [T, Hv];
-    all float32. out [T, Hv, dv] float32, rows of other nodes untouched. recurrent_state [S, Hv, dk,
-    dv] float32:
-    read at `initial_slots` (-1: zeros), written at `store_slots`. The rest: see RoundPlan.
+    all float32. out [T, Hv, dv] float32, rows of other nodes untouched. recurrent_state
+    [S, Hv, dk, dv] float32: read at `initial_slots` (-1: zeros), written at `store_slots`. The
+    rest: see RoundPlan.
 
-    Per step S <- e^g S; S <- S + k (beta (v - S^T k))^T; o = S^T q, in the
-    chunk
-    form, with chunks at absolute multiples of 64 of the chain: a node's first chunk begins with
-    the rows that `chain_rows` names between the grain and its first token, so any fork of a prompt
-    groups sums alike. A stored state is the one after `store_positions` tokens, always the end of
+    Per step S <- e^g S; S <- S + k (beta (v - S^T k))^T; o = S^T q, in the chunk form, with chunks
+    at absolute multiples of 64 of the chain: a node's first chunk begins with the rows that
+    `chain_rows` names between the grain and its first token, so any fork of a prompt groups sums
+    alike. A stored state is the one after `store_positions` tokens, always the end of
     a chunk.
     """
     low, high = nodes

@@ -16,6 +16,8 @@ class StreamTasks:
     tile_* and read_tile_*: see `write_tiles`, for all rows and for the read rows.
     tile_ends [A, 2]: `ends` of `write_tiles`; read_tile_ends alike.
     tile_pages [A, 2]: first entry and number of the tile's pages in `pages`; read_tile_pages alike.
+    split: grains after which a tile's keys are cut, 0: nowhere. tile_parts, tile_sums: see
+    `write_parts`, read_tile_parts and read_tile_sums alike; sums: room for what parts add up to.
     """
 
     counts: Tensor
@@ -35,10 +37,16 @@ class StreamTasks:
     read_tile_nodes: Tensor
     read_tile_ends: Tensor
     read_tile_pages: Tensor
+    tile_parts: Tensor
+    tile_sums: Tensor
+    read_tile_parts: Tensor
+    read_tile_sums: Tensor
     passed_states: int
+    split: int
+    sums: int
 
 
-CHUNKS, TILES, READ_TILES, WRITTEN_PAGES, RESUMED, SCANS = range(6)
+CHUNKS, TILES, READ_TILES, WRITTEN_PAGES, RESUMED, SCANS, PARTS, READ_PARTS = range(8)
 """Places in `StreamTasks.counts`."""
 
 

@@ -59,23 +59,27 @@ def cut_replays(prompts: Sequence[Tokens], limit: int, start: int = 0) -> list[R
         raise ValueError(f"a limit of {limit} tokens is under two grains ({2 * GRAIN})")
     pieces: list[Replay] = []
 
-    def cut(group: list[int], start: int, resumes: int) -> None:
+    def cut(group: list[int], start: int, resumes: int, agreed: int = -1) -> None:
+        """agreed: position up to which the prompts are known to agree, if it is after `start`."""
         texts = [prompts[i] for i in group]
-        forest = build_forest(texts, start)
-        tokens = max(forest.num_tokens, ROWS_A_PROMPT * len(group))
-        if tokens <= limit:
-            pieces.append(Replay(tuple(group), start, resumes, None, tokens, forest))
-            return
-        roots = group_by_token(prompts, group, start)
-        if len(roots) > 1:
-            for packed in _pack(prompts, roots, start, limit):
-                cut(packed, start, resumes)
-            return
-        shared = common_prefix(texts, start, min(map(len, texts)) - 1)
-        stop = (start + min(shared, limit)) // GRAIN * GRAIN
+        shortest = min(map(len, texts))
+        if shortest - start <= limit:  # else no forest of them is small enough
+            forest = build_forest(texts, start)
+            tokens = max(forest.num_tokens, ROWS_A_PROMPT * len(group))
+            if tokens <= limit:
+                pieces.append(Replay(tuple(group), start, resumes, None, tokens, forest))
+                return
+        if agreed <= start:
+            roots = group_by_token(prompts, group, start)
+            if len(roots) > 1:
+                for packed in _pack(prompts, roots, start, limit):
+                    cut(packed, start, resumes)
+                return
+            agreed = start + common_prefix(texts, start, shortest - 1)
+        stop = min(agreed, start + limit) // GRAIN * GRAIN
         if stop > start:
             pieces.append(Replay(tuple(group), start, resumes, stop, stop - start))
-            cut(group, stop, len(pieces) - 1)
+            cut(group, stop, len(pieces) - 1, agreed)
             return
         half = len(group) // 2
         cut(group[:half], start, resumes)

@@ -18,11 +18,6 @@ NOWHERE = -1
 """A row before the start of the prompt: zeros."""
 
 
-def conv_slot_row(slot: int, row: int) -> int:
-    """Code of row 0, 1 or 2 (oldest first) of a slot, where a stream row is expected."""
-    return -2 - (3 * slot + row)
-
-
 @dataclass(frozen=True)
 class RoundPlan:
     """One round: the flat stream, its nodes by level, and the lookups of the token mixers.
@@ -40,8 +35,8 @@ class RoundPlan:
         recurrent states stored at lower levels or before the round.
     initial_slots [N]: slot of the state at F, or -1 for zeros.
     chain_rows [N, 66]: stream rows of chain positions F-3 .. starts-1, in columns 0 ..
-        starts-F+2. A value <= -2 is a row of a convolution slot (`conv_slot_row`); -1 is a row of
-        zeros, or no row.
+        starts-F+2. A value <= -2 is a row of a convolution slot, -2 - (3 * slot + row) with the
+        oldest row first; -1 is a row of zeros, or no row.
     page_lists [N]: which page list holds the keys and values of positions 0 .. F-1.
     page_list_ends [K]: page list k is pages[page_list_ends[k-1] : page_list_ends[k]], one page a
         grain.
@@ -79,11 +74,6 @@ class RoundPlan:
     def num_nodes(self) -> int:
         """Number of nodes."""
         return len(self.starts)
-
-    def page_list(self, node: int) -> Ints:
-        """Pages of the keys and values of positions 0 .. F-1 of a node's chain, in order."""
-        k = int(self.page_lists[node])
-        return self.pages[self.page_list_ends[k - 1] if k else 0 : self.page_list_ends[k]]
 
 
 @dataclass(frozen=True)

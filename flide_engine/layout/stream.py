@@ -99,13 +99,13 @@ def _at_grains(forest: Forest) -> list[Node]:
     return moved
 
 
-def lay_out(jobs: Sequence[Job], fork: Fork = "token", bucket: int | None = None) -> Layout:
-    """The stream of `jobs`, nodes ordered by dependency level, padded to `bucket` rows.
+def lay_out(jobs: Sequence[Job], fork: Fork = "token") -> Layout:
+    """The stream of `jobs`, nodes ordered by dependency level.
 
     fork: "token" starts a branch at its first own token and takes what lies between the grain and
     it through `chain_rows`; "grain" starts it at the grain and repeats those tokens. Same answers.
 
-    Raises ValueError if a mark lies outside its node or off the grain, or the bucket is too small.
+    Raises ValueError if a mark lies outside its node or off the grain.
     """
     texts: list[Node] = []
     parents: list[int] = []
@@ -143,7 +143,7 @@ def lay_out(jobs: Sequence[Job], fork: Fork = "token", bucket: int | None = None
         "parents": stream.nodes.parents,
         "level_ends": stream.level_ends,
         "read_rows": cu_seqlens[places[leaves] + 1] - 1,
-        **_rows([texts[i].tokens for i in stream.order], stream.nodes.starts, cu_seqlens, bucket),
+        **_rows([texts[i].tokens for i in stream.order], stream.nodes.starts, cu_seqlens),
     }
     return Layout(
         len(arrays["write_rows"]),
@@ -180,13 +180,8 @@ def _check_mark(node: Node, position: int) -> None:
         )
 
 
-def _rows(
-    texts: Sequence[Ints], starts: Ints, cu_seqlens: Ints, bucket: int | None
-) -> dict[str, Ints]:
-    total = int(cu_seqlens[-1])
-    if bucket is not None and bucket < total:
-        raise ValueError(f"{total} rows do not fit a bucket of {bucket}")
-    tokens, positions = np.zeros((2, bucket or total), np.int32)
-    np.concatenate(texts, out=tokens[:total])
+def _rows(texts: Sequence[Ints], starts: Ints, cu_seqlens: Ints) -> dict[str, Ints]:
+    tokens, positions = np.zeros((2, int(cu_seqlens[-1])), np.int32)
+    np.concatenate(texts, out=tokens)
     write_positions(starts, cu_seqlens, positions)
     return {"tokens": tokens, "positions": positions}

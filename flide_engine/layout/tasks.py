@@ -163,6 +163,43 @@ def write_tiles(
 
 
 @compiled
+def write_parts(
+    count: int, split: int, most: int, rows: Ints, row_nodes: Ints, cu_seqlens: Ints, starts: Ints,
+    queries: Ints, parts: Ints, sums: Ints,
+) -> int:  # fmt: skip
+    """Cuts tiles at every `split` grains of the prompt, so that few of them with many keys are work
+    for many programs: how many parts there are, or -1 if there is no room for them.
+
+    count, queries [A, tile]: `write_tiles`' own, of rows [R]; row_nodes [T]: `write_rows`'.
+    parts [I, 2]: tile, and which part of it; those before it of the same tile come earlier.
+    sums [A, 2]: how many parts a tile has, and where what they add up to is kept, below `most`; -1
+    where there is but one.
+    """
+    kept, total, longest = 0, 0, 0
+    for a in range(count):
+        deepest = 0
+        for j in range(queries.shape[1]):
+            if queries[a, j] >= 0:
+                row = rows[queries[a, j]]
+                n = row_nodes[row]
+                deepest = max(deepest, starts[n] + row - cu_seqlens[n])
+        here = deepest // (GRAIN * split) + 1
+        sums[a, 0], sums[a, 1] = here, kept if here > 1 else -1
+        kept += here > 1
+        total += here
+        longest = max(longest, here)
+    if kept > most or total > len(parts):
+        return -1
+    i = 0
+    for part in range(longest):
+        for a in range(count):
+            if part < sums[a, 0]:
+                parts[i, 0], parts[i, 1] = a, part
+                i += 1
+    return total
+
+
+@compiled
 def write_rows(
     cu_seqlens: Ints, starts: Ints, chain_rows: Ints, row_nodes: Ints, row_taps: Ints
 ) -> None:

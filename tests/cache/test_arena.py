@@ -13,6 +13,11 @@ from flide_engine.errors import PoolExhausted
 Ints = np.ndarray
 
 
+def units_of(arena: Arena, slot: int) -> range:
+    """Units of a slot, in order."""
+    return range(slot * arena.run, (slot + 1) * arena.run)
+
+
 @settings(deadline=None)  # the first example may compile
 @given(
     st.lists(
@@ -65,7 +70,7 @@ class Memory:
         for page in taken.pages:
             self.units[self.arena.places[page]] = ("page", int(page))
         for slot in taken.slots:
-            for part, unit in enumerate(self.arena.units_of_slot(slot)):
+            for part, unit in enumerate(units_of(self.arena, slot)):
                 self.units[unit] = ("slot", int(slot), part)
         self.holders.append((taken.pages, taken.slots))
 
@@ -78,7 +83,7 @@ class Memory:
             assert self.units[arena.places[page]] == ("page", page)
         for slot in slots:
             assert slot * arena.run + arena.run <= arena.units
-            for part, unit in enumerate(arena.units_of_slot(slot)):
+            for part, unit in enumerate(units_of(arena, slot)):
                 assert self.units[unit] == ("slot", slot, part)
         assert arena.free == arena.units - len(pages) - arena.run * len(slots)
         assert (arena.pages.held, arena.slots.held) == (len(pages), len(slots))

@@ -74,21 +74,42 @@ class IndexMachine(RuleBasedStateMachine):
         one = data.draw(st.sampled_from(list(self.held.values())))
         one.locks = 0 if one.locks else 1
 
-    @rule()
-    def evict(self) -> None:
-        """Something that nobody uses goes, if there is such."""
-        free = [c for c in self.held.values() if not c.locks and not c.pinned]
-        worths = {id(c): self.index.worth(c, self.now) for c in free}
-        freed = self.index.evict(self.now)
-        if not free:
-            assert freed is None
-            return
-        assert freed is not None
-        (gone,) = [k for k, c in self.held.items() if c.slot == freed.slots[0]]
-        assert worths[id(self.held[gone])] == min(worths.values())
-        assert self.held.pop(gone).locks == 0
-        for page in freed.pages:
-            del self.pages[int(page)]
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), hits=st.integers(0, 30))
+    def use(self, data: st.DataObject, hits: int) -> None:
+        """Somebody resumes from a checkpoint."""
+        one = data.draw(st.sampled_from(list(self.held.values())))
+        one.hits, one.used = hits, self.now
+
+    def worth(self, tenant: str, has: tuple[int, ...], now: float) -> float:
+        """What `PrefixIndex.worth` promises, from the list of all prompts."""
+        one = self.held[tenant, has]
+        others = [other for who, other in self.held if who == tenant and other != has]
+        continued = any(other[: len(has)] == has for other in others)
+        before = max((len(o) for o in others if o == has[: len(o)]), default=0)
+        age = now - one.used + 1.0
+        if continued:
+            share = 0.001 + min(1.0, 0.05 * max(0, one.hits - 1))
+            return share * one.position / (age * 25)
+        return (one.position - 64 * before) / (age * (25 + len(has) - before))
+
+    @rule(count=st.integers(1, 4), later=st.floats(0, 1e4))
+    def give_up(self, count: int, later: float) -> None:
+        """The least worthy of those that nobody uses go, each the least of those left then."""
+        now = self.now + later
+        victims = self.index.victims(now)
+        for _ in range(count):
+            free = [k for k, c in self.held.items() if not c.locks and not c.pinned]
+            gone = next(victims, None)
+            if gone is None:
+                assert not free
+                return
+            worths = {key: self.worth(*key, now) for key in free}
+            (key,) = (k for k, c in self.held.items() if c is gone)
+            assert worths[key] == pytest.approx(min(worths.values()), rel=1e-12)
+            del self.held[key]
+            for page in self.index.remove(gone).pages:
+                del self.pages[int(page)]
 
     @invariant()
     def every_page_is_needed_and_none_is_lost(self) -> None:
@@ -101,6 +122,9 @@ class IndexMachine(RuleBasedStateMachine):
             assert set(pages.tolist()) <= set(self.pages)
             text = self.index.tokens_of(checkpoint).tolist()
             assert text == prompt_of(list(has))[: 64 * len(has)].tolist()
+            own = self.index.own_pages(checkpoint)
+            others = [o for who, o in self.held if who == checkpoint.tenant and o != has]
+            assert own == len(has) - max((len(o) for o in others if o == has[: len(o)]), default=0)
 
 
 def iter_common(a: tuple[int, ...], b: list[int]) -> list[int]:
@@ -142,3 +166,23 @@ def test_tenants_share_nothing() -> None:
     index.insert("a", tokens, grain_keys(tokens), np.array([1, 2], np.int32), 3, 0.0)
     match = index.match("b", tokens, grain_keys(tokens), 128)
     assert (match.checkpoint, match.agreed) == (None, 0)
+
+
+def test_what_has_been_given_up_alters_what_goes_next() -> None:
+    """With the longer one gone the one it continued is worth its own again; with that gone what
+    follows it saves more.
+    """
+    index = PrefixIndex()
+    text = prompt_of([0, 1, 0, 1, 0, 1])
+    keys = grain_keys(text)
+    steps = {}
+    for i, grains in enumerate((2, 5, 6)):
+        pages = np.arange(grains, dtype=np.int32)
+        steps[grains], _, _ = index.insert("t", text, keys, pages, i, 0.0)
+    steps[2].hits = 40  # an opening
+    order = []
+    for victim in index.victims(100.0):
+        order.append(victim.position // 64)
+        index.remove(victim)
+    assert order == [5, 2, 6]
+    assert len(index) == 0

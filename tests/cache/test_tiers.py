@@ -1,12 +1,14 @@
 """Host memory and disk hold what the device held, bit for bit, and refuse what is not theirs."""
 
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from flide_engine.cache.disk import SUFFIX, DiskTier
+from flide_engine.cache.disk import DiskTier
+from flide_engine.cache.disk_file import SUFFIX
 from flide_engine.cache.host import HostTier
 from flide_engine.cache.index import grain_keys
 from flide_engine.cache.names import Named
@@ -15,6 +17,7 @@ from flide_engine.cache.rows import move_rows
 from flide_engine.errors import ConfigError
 from flide_engine.layout.plan import Ints
 from flide_engine.layout.state_shape import StateShape
+from tests.cache.machine import Machine
 
 SHAPE = StateShape(2, 1, 8, 3, 2, 16, 16, 20, 3)
 CPU = torch.device("cpu")
@@ -70,10 +73,11 @@ def test_a_copy_holds_what_it_was_made_of_and_shares_what_it_can() -> None:
     pages = np.array([4, 8, 1], np.int32)
     assert host.store("t", "", tokens[:128], keys[:2], pool, pages[:2], 0)
     held = host.bytes_held
-    longer, mark = host.store("t", "s", tokens, keys, pool, pages, 3) or (None, None)
-    assert longer is not None
-    assert mark is not None
-    mark.wait()
+    stored = host.store("t", "s", tokens, keys, pool, pages, 3)
+    assert stored is not None
+    longer = stored.copy
+    stored.event.wait()
+    assert stored.moved == SHAPE.page_bytes(2) + SHAPE.slot_bytes(2)
     assert host.bytes_held - held == held - host._row  # a page less than the first took
     copied = host.read(*host.rows_of(longer))
     assert torch.equal(copied.pages, pool.page_bytes(pages))
@@ -81,7 +85,8 @@ def test_a_copy_holds_what_it_was_made_of_and_shares_what_it_can() -> None:
     assert host.match("other", tokens, keys, 192).checkpoint is None
     again = host.store("t", "s", tokens, keys, pool, pages, 3)
     assert again is not None
-    assert again[0] is longer
+    assert again.copy is longer
+    assert again.moved == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -143,8 +148,8 @@ def saved(disk: DiskTier, grains: int, seed: int = 0, name: str = "s") -> torch.
     tokens = text(grains, seed)
     pages = torch.arange(9 * 16, dtype=torch.uint8).reshape(9, 16)[:grains] + seed
     state = torch.full((40,), grains, dtype=torch.uint8)
-    known = Named(name=name)
-    disk.save("t", known, grain_keys(tokens), tokens, lambda first: (pages[first:], state))
+    coming = disk.announce("t", Named(name=name), len(tokens))
+    disk.save(coming, grain_keys(tokens), tokens, lambda first: (pages[first:], state))
     return pages
 
 
@@ -213,5 +218,41 @@ def test_the_budget_removes_ends_of_chains_first_and_forgetting_removes_all(tmp_
     assert tight.bytes_held <= disk.bytes_held
     assert tight.forget("t", "s")
     assert not tight.forget("t", "s")
+    tight.flush()
     assert tight.longest("t", keys, 10**6) == 0
     assert [p.suffix for p in tmp_path.iterdir()] == [SUFFIX]
+
+
+def test_a_look_for_files_waits_for_nobody_and_goes_no_further_than_it_must(tmp_path: Path) -> None:
+    """Whoever renders a request looks while files are being noted; what is no longer than what is
+    known already is not found.
+    """
+    disk = disk_of(tmp_path)
+    for grains in (2, 4):
+        saved(disk, grains)
+    keys, found = grain_keys(text(5)), list[int]()
+    look = threading.Thread(
+        target=lambda: found.extend(disk.longest("t", keys, 320, least) for least in (0, 255, 256)),
+        daemon=True,
+    )
+    with disk._lock:
+        look.start()
+        look.join(20)
+        assert found == [256, 256, 0]
+
+
+def test_copies_after_a_round_are_bounded_by_all_that_they_move(tmp_path: Path) -> None:
+    """Pages and states; the rest is copied another time, and what two share once."""
+    machine = Machine(tmp_path, 60, 60)
+    texts = [np.arange(i, i + 4 * 64, dtype=np.int32) for i in range(3)]
+    for i, tokens in enumerate(texts):
+        machine.run(machine.ask(tokens, f"run {i}"))
+    machine.run(machine.ask(np.append(texts[2], np.arange(64, dtype=np.int32)), "run 2"))
+    page = machine.pool.shape.page_bytes(4)
+    state = machine.pool.shape.slot_bytes(4)
+    copied = []
+    for most in (1, 4 * page + state, 4 * page + state + 1, page + state):
+        machine.checkpoints.copy_some(most)
+        copied.append(len(machine.tiers.host.index))
+    assert copied == [1, 2, 4, 4]
+    machine.tiers.close()

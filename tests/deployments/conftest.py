@@ -16,7 +16,7 @@ import httpx
 import pytest
 import ray
 from ray._raylet import Config
-from ray.serve.context import _set_global_client
+from ray.serve.context import _get_global_client, _set_global_client
 
 ROOT = Path(__file__).parents[2]
 START_WITHIN_S = 120
@@ -85,6 +85,10 @@ def joined(address: str) -> Iterator[None]:
         try:
             yield
         finally:
+            # the handle of a deployment that scales goes on telling its controller of its queue,
+            # and once disconnected would start a cluster for it
+            if (client := _get_global_client(raise_if_no_controller_running=False)) is not None:
+                client.shutdown_cached_handles()
             _set_global_client(None)
             ray.shutdown()
 

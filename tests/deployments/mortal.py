@@ -23,13 +23,13 @@ class Mortal(EngineReplica):
         super().__init__(*args)
         render = self._engine._family.render
 
-        def mortal(request: Any) -> Any:
+        def mortal(request: Any, tenant: str) -> Any:
             _, kills, file = str(request.state).rpartition(KILLS)
             if kills:
                 with Path(file).open("a") as deaths:
                     deaths.write(f"{os.getpid()}\n")
                 time.sleep(DIES_AFTER_S)
                 os.kill(os.getpid(), signal.SIGKILL)
-            return render(request)
+            return render(request, tenant)
 
         self._engine._family.render = mortal  # type: ignore[method-assign]

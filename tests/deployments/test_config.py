@@ -34,6 +34,10 @@ def test_tenants_have_names_in_metrics() -> None:
         ({"api_key_sha256": "secret"}, "takes SHA-256"),
         ({"num_replicas": 0}, "num_replicas 0; at least 1, or auto"),
         ({"min_replicas": 9, "max_replicas": 3}, "min_replicas 9 exceeds 3"),
+        (
+            {"num_replicas": "auto", "min_replicas": 0, "state_routing": False},
+            "min_replicas 0 needs state_routing",
+        ),
         ({"unknown": 1}, "no such option"),
     ],
 )

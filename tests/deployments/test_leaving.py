@@ -3,8 +3,10 @@ else notices.
 """
 
 import random
+import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,12 +19,16 @@ import ray
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve._private.common import DeploymentID
+from safetensors.torch import load_file, save_file
 from typesafe_sdk import Noul, TypeSafeClient, TypeSafeUnprocessableEntityError
 
 import deployments.app
 from deployments.app import ENGINE, build
 from deployments.client import DecisionClient
 from deployments.config import AppArgs
+from flide_engine.errors import RequestQuarantined
+from flide_engine.resolve import locate
+from router.quarantine import READ_EVERY_S
 from tests.deployments.conftest import free_port
 from tests.deployments.mortal import KILLS, Mortal
 
@@ -53,7 +59,7 @@ class Fleet:
 
     def deploy(self, **options: Any) -> None:
         """The app, anew: Serve takes it for other code, and replaces every replica."""
-        app = build(AppArgs(**self.options, **options))
+        app = build(AppArgs(**{**self.options, **options}))
         serve.run(app, name="default", external_scaler_enabled=True)
 
     def counters(self) -> dict[str, dict[str, Any]]:
@@ -96,11 +102,12 @@ class Fleet:
     @contextmanager
     def under_load(self, seed: str) -> Iterator[Callable[[int], None]]:
         """Four callers ask about growing states meanwhile, half of them over HTTP: every call must
-        be answered, and as before. What it yields waits for so many more answers.
+        be answered, and as before, or as afterwards if the weights are others then. What it yields
+        waits for so many more answers.
         """
         asked = [ask(text(f"{seed} {i % 4}", 40 + 10 * i)) for i in range(16)]
-        expected = [p(self.over_handle(a)) for a in asked]
-        got: list[tuple[int, float]] = []
+        expected = self._expected(asked)
+        got: list[tuple[int, dict[str, Any]]] = []
         failed: list[BaseException] = []
         enough = threading.Event()
 
@@ -108,7 +115,7 @@ class Fleet:
             turn = first
             while not enough.is_set():
                 try:
-                    got.append((turn % 16, p(way(asked[turn % 16]))))
+                    got.append((turn % 16, way(asked[turn % 16])))
                 except BaseException as error:
                     failed.append(error)
                 turn += 5
@@ -134,7 +141,15 @@ class Fleet:
             for thread in threads:
                 thread.join()
         assert failed == []
-        assert max(abs(value - expected[number]) for number, value in got) < TOLERANCE
+        expected |= self._expected(asked)
+        errors = [abs(p(answer) - expected[weights_of(answer)][number]) for number, answer in got]
+        assert max(errors) < TOLERANCE
+
+    def _expected(self, asked: list[dict[str, Any]]) -> dict[str, list[float]]:
+        """Probabilities, by the weights that gave them."""
+        found = [self.over_handle(a) for a in asked]
+        (weights,) = {weights_of(answer) for answer in found}
+        return {weights: [p(answer) for answer in found]}
 
 
 def ask(state: str) -> dict[str, Any]:
@@ -152,6 +167,11 @@ def text(seed: str, words: int) -> str:
 def p(answer: dict[str, Any]) -> float:
     """The probability in an answer."""
     return float(answer["answers"]["q"]["probabilities"]["a"])
+
+
+def weights_of(answer: dict[str, Any]) -> str:
+    """What an answer says of the weights that gave it."""
+    return str(answer["x_fingerprint"]).partition("-")[0]
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +193,7 @@ def test_a_request_that_kills_costs_two_replicas_and_nobody_an_answer(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     """By the official SDK, which asks again where that may help: 422 once the second is dead, and
-    from then on.
+    from then on, also by another way than that Gateway.
     """
     before = set(fleet.counters())
     deaths = tmp_path / "deaths"
@@ -205,6 +225,14 @@ def test_a_request_that_kills_costs_two_replicas_and_nobody_an_answer(
         while len(fleet.counters()) < 3:
             time.sleep(0.1)
         answers(8)
+        time.sleep(2 * READ_EVERY_S)  # this process is not the Gateway's, and has heard of it
+        with pytest.raises(RequestQuarantined):
+            fleet.client.decide(
+                {
+                    "state": f"{opening}{KILLS}{deaths}",
+                    "questions": {"q": {"type": "noul", "instructions": "?"}},
+                }
+            )
     assert len(deaths.read_text().split()) == 2
     assert len(set(fleet.counters()) & before) == 1
     for asked, answer in zip(bystanders, answered, strict=True):
@@ -270,3 +298,32 @@ def test_a_rolling_update_loses_no_request(fleet: Fleet) -> None:
         answers(8)
         fleet.wait_for(3)
     assert not set(fleet.counters()) & before
+
+
+@pytest.mark.slow
+def test_a_rolling_update_of_weights_mixes_nothing(fleet: Fleet, tmp_path: Path) -> None:
+    """Each answer is that of the weights it names, whatever was remembered with the others: their
+    checkpoints are refused, and states are computed anew.
+    """
+    states = [text(f"remembered {i}", 300) for i in range(12)]
+    old = {weights_of(fleet.over_handle(ask(state))) for state in states}
+    with fleet.under_load("weights") as answers:
+        fleet.deploy(model=str(other_weights(tmp_path / "other")))
+        answers(8)
+        fleet.wait_for(3)
+    taken = [Counter(c["checkpoints_taken_over"]) for c in fleet.counters().values()]
+    assert set(sum(taken, Counter())) == {"refused"}
+    found = [fleet.over_handle(ask(state)) for state in states]
+    assert not {weights_of(answer) for answer in found} & old
+    assert {answer["usage"]["x_reused_tokens"] for answer in found} == {0}
+
+
+def other_weights(folder: Path) -> Path:
+    """A model like nano that answers otherwise."""
+    shutil.copytree(locate("nano")[0], folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = 1.5 * tensors["model.norm.weight"] + 0.5
+    file.unlink()
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder

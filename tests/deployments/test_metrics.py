@@ -149,6 +149,21 @@ def test_autoscaling_decisions_count_when_they_take_effect(told: dict[str, Count
     }
 
 
+def test_a_fleet_that_is_woken_is_counted(told: dict[str, Counter[str]]) -> None:
+    """Serve wakes it without asking the policy; that it sleeps again is the policy's doing."""
+    policy = FleetPolicy()
+    policy(replace(context(0), current_num_replicas=0, total_num_requests=0))
+    policy(context(1, agents=1.0))
+    policy(replace(context(1, agents=0.0), total_num_requests=0))
+    policy(replace(context(0), current_num_replicas=0, total_num_requests=0))
+    assert told["flide_autoscaling_decisions"] == {"app up waking": 1, "app down agents": 1}
+
+
+def replace(made: Any, **fields: float) -> Any:
+    """The same with other fields."""
+    return SimpleNamespace(**{**vars(made), **fields})
+
+
 def test_a_policy_that_cannot_tell_still_decides(
     told: dict[str, Counter[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,9 @@ from ray import serve
 from ray._raylet import Config
 
 from deployments.autoscaling import Needs
+from deployments.client import DecisionClient
 from deployments.metrics import METRICS
+from flide_engine.errors import InvalidRequest
 from loadtest.agreement import Scrape, dashboard_names, scrape
 from loadtest.handles import metrics_urls
 from router.auth import key_hash
@@ -367,3 +369,32 @@ def test_every_metric_is_there_once_everything_has_happened(watched: Watched) ->
         found = re.findall(rf"^{metric.exported}\{{(.*?)\}}", text, re.MULTILINE)
         for labels in found:
             assert set(metric.labels) <= set(re.findall(r'(\w+)="', labels)), metric.name
+
+
+def test_refusals_by_handle_have_no_traceback(watched: Watched) -> None:
+    """A line each in the log of who refused, of our own callers, of the Gateway's and of plain
+    ones.
+    """
+    bad = {"state": "s", "questions": {"q": {"type": "choice", "criteria": {"a": None}}}}
+    gateway = serve.get_app_handle("default")
+    for _ in range(2):
+        with pytest.raises(InvalidRequest):
+            DecisionClient().decide(bad)
+        for handle in (gateway, watched.engine):
+            with pytest.raises(ValueError, match="2 to 255 options"):
+                handle.decide.remote(bad).result(timeout_s=60)
+
+    def refused(deployment: str) -> list[dict[str, Any]]:
+        return [x for x in lines(watched, deployment) if "InvalidRequest" in x["message"]]
+
+    for _ in range(50):
+        if len(refused("Engine")) >= 6:
+            break
+        time.sleep(0.1)
+    for deployment, count in (("Engine", 6), ("Gateway", 4)):
+        assert len(refused(deployment)) == count
+        for line in refused(deployment):
+            assert line["levelname"] == "INFO"
+            assert line["message"].startswith("not answered: InvalidRequest")
+            assert "exc_text" not in line
+    assert not any("Request failed" in x["message"] for x in lines(watched, "Engine"))

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pickle
 import time
 from collections import Counter
 from concurrent.futures import Future
@@ -18,7 +19,7 @@ from deployments.metrics import MOST_TENANTS, ReplicaMetrics
 from deployments.replica import EngineReplica
 from flide_engine import DecisionRequest, DecisionResponse, Noul, Usage
 from flide_engine.cache.pool import Accounting
-from flide_engine.checkpoints import Counters
+from flide_engine.counters import Counters
 from flide_engine.errors import EngineStopped, InvalidRequest, NotReady, Overloaded
 from router import fingerprint
 from router.policy import Load, Stats, decode
@@ -131,6 +132,18 @@ def test_load_comes_with_the_answers(replica: EngineReplica) -> None:
     assert asyncio.run(replica.counters())["answered"] == 1
 
 
+def test_refusals_come_as_values_to_our_own_callers(replica: EngineReplica) -> None:
+    """With the load, and without what it would cost to raise them; other faults are raised."""
+    engine_of(replica).fails = Overloaded(1, "requests", 1, "max_waiting_requests", 5)
+    error, name, load = pickle.loads(pickle.dumps(asyncio.run(replica.decide_with_load(PLAIN))))
+    assert isinstance(error, Overloaded)
+    assert (error.retry_after_ms, error.__traceback__) == (5, None)
+    assert (name, load) == ("me", (4.0, 3.0, 2.0, 1.0))
+    engine_of(replica).fails = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(replica.decide_with_load(PLAIN))
+
+
 def test_what_came_from_elsewhere_is_told(replica: EngineReplica) -> None:
     """Only if sent away from home, by a router of ours, and taken in by the engine."""
     route = tuple(route_key(PLAIN))
@@ -213,9 +226,9 @@ def test_a_replica_leaves_once_whatever_becomes_of_its_checkpoints(
 def test_an_engine_that_stopped_names_its_replica(replica: EngineReplica) -> None:
     """So that the next try goes elsewhere."""
     engine_of(replica).fails = EngineStopped("CUDA error", running=False)
-    with pytest.raises(EngineStopped, match="CUDA error") as told:
-        asyncio.run(replica.decide_with_load(PLAIN))
-    assert (told.value.replica, told.value.running) == ("me", False)
+    told, *_ = asyncio.run(replica.decide_with_load(PLAIN))
+    assert isinstance(told, EngineStopped)
+    assert (told.cause, told.replica, told.running) == ("CUDA error", "me", False)
 
 
 def test_a_replica_whose_engine_stopped_takes_nothing_new(replica: EngineReplica) -> None:
@@ -335,6 +348,15 @@ def test_the_router_is_on_unless_turned_off() -> None:
     assert router_of(num_replicas="auto", max_replicas=80).request_routing_stats_period_s == 4.0
     assert router_of(routing_stats_period_s="0.5").request_routing_stats_period_s == 0.5
     assert router_of(state_routing="false").is_default_request_router()
+
+
+def test_routers_are_told_of_cold_starts_where_there_are_any() -> None:
+    """Where there may be no replica, and nowhere else."""
+    asleep = {"num_replicas": "auto", "min_replicas": 0}
+    assert router_of(**asleep).request_router_kwargs == {"cold_start_s": 60.0}
+    assert router_of(**asleep, cold_start_s="300").request_router_kwargs == {"cold_start_s": 300.0}
+    for awake in ({"num_replicas": "auto"}, {"num_replicas": 2, "min_replicas": 0}):
+        assert router_of(**awake).request_router_kwargs == {}
 
 
 @pytest.mark.parametrize(

@@ -1,140 +1,164 @@
-"""Deterministic mode: label logits are bit for bit those of the prompt alone.
+"""Label logits are bit for bit those of the prompt alone, whatever else happens to an engine.
 
-On a GPU with captured graphs and heads as wide as a real model's; elsewhere the same kernels in
-Triton's interpreter, through buckets of two lengths.
+The same machine of hypothesis drives the references in a fixed order, where a forward pass takes
+milliseconds, Triton's kernels in their interpreter (a second), and the captured graphs of a GPU.
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
 
-pytest.importorskip("triton")
-
-from benchmarks.bits import Bits, Sizes
+from benchmarks.bits.histories import Ask, Histories
+from benchmarks.bits.watch import Watched
 from benchmarks.shapes import LABELS
-from benchmarks.weights import random_weights
-from flide_engine.cache.pool import Pool
-from flide_engine.device_plan import Capacity, Tables
-from flide_engine.executor import Done, Executor
-from flide_engine.graphs import Graphs, ladder
-from flide_engine.kernels import Kernels
-from flide_engine.kernels.attention import attention
-from flide_engine.kernels.delta_net import DeltaNetTuning, delta_net
-from flide_engine.kernels.label_logits import label_logits
-from flide_engine.kernels.triton_kernels import TRITON, deterministic_kernels
-from flide_engine.layout.plan import RoundPlan
-from flide_engine.models.qwen3_5 import Qwen35, Qwen35Config
-from flide_engine.readout import Asked
-from flide_engine.runner import Runner
-from tests.kernels.test_triton import (
-    DEVICE,
-    INTERPRETED,
-    pytestmark,  # noqa: F401
+from flide_engine.errors import RoundTooLarge
+from tests.deterministic.engines import (
+    Interpreted,
+    Made,
+    fixed_order,
+    interpreted,
+    interpreted_kernels,
+    on_the_card,
 )
+from tests.deterministic.machine import Machine
+
+VOCABULARY = 240_000
+ON_A_GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
+EXAMPLES = settings(suppress_health_check=list(HealthCheck), print_blob=False)
+
+references = pytest.mark.skipif(ON_A_GPU, reason="the card has its own")
+interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs Triton and TRITON_INTERPRET=1")
+card = pytest.mark.skipif(not ON_A_GPU, reason="needs a GPU")
 
 
-def config() -> Qwen35Config:
-    """Four layers, both kinds, and the last one reads few rows."""
-    small = {
-        "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 32,
-        "linear_num_key_heads": 1, "linear_num_value_heads": 1, "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-    }  # fmt: skip
-    wide = {
-        "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 8, "head_dim": 256,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    }  # fmt: skip
-    layers = (
-        {"num_hidden_layers": 2, "full_attention_interval": 2}
-        if INTERPRETED
-        else {"num_hidden_layers": 8}
-    )
-    rest: dict[str, Any] = {
-        "vocab_size": 248320, "num_key_value_heads": 2, "tie_word_embeddings": True,
-        "max_position_embeddings": 8192,
-    }  # fmt: skip
-    return Qwen35Config.of({**(small if INTERPRETED else wide), **layers, **rest})
+@contextmanager
+def asked(made: Made, longest: int, **sizes: Any) -> Iterator[type[Machine]]:
+    """A machine over an engine. longest: tokens of a question. sizes: of the machine."""
+    histories = Histories(made, LABELS, VOCABULARY, longest)
+    try:
+        yield type("Asked", (Machine,), {"histories": histories, **sizes})
+    finally:
+        histories.close()
 
 
-class Interpreted:
-    """An executor that runs the GPU kernels in the interpreter, padded to one of two lengths."""
-
-    runs_ahead = False
-
-    def __init__(self, model: Qwen35, pool: Pool) -> None:
-        self._model, self._state = model, pool.tensors
-        self._tables = [Tables(Capacity.of(rows, 32, 64, 3), DEVICE) for rows in (96, 224)]
-
-    def bucket_of(self, tokens: int) -> int:
-        """See Executor."""
-        return 96 if tokens <= 96 else 224
-
-    def start(self, plan: RoundPlan, asked: Asked) -> Done:
-        """See Executor."""
-        tables = next(t for t in self._tables if t.fill(plan, asked))
-        tables.upload()
-        hidden = self._model.forward(tables.stream, self._state)
-        logits = self._model.label_logits(hidden, tables.label_reads, tables.label_rows)
-        return Done(tables.capacity.rows, logits[: len(asked.reads)].clone().numpy(), None)
-
-    def check(self) -> None:
-        """See Executor."""
+def run(machine: type[Machine], examples: int, steps: int) -> Watched:
+    """What the machine's engine has been seen to do. Raises what hypothesis has found."""
+    size = settings(EXAMPLES, max_examples=examples, stateful_step_count=steps)
+    run_state_machine_as_test(machine, settings=size)
+    return machine.histories.watched
 
 
-def bits(kernels: Kernels) -> Bits:
-    """A harness around a model with random weights."""
-    if INTERPRETED:  # a program of the interpreter takes a millisecond, also if it finds no work
-        kernels = replace(
-            kernels,
-            delta_net=partial(delta_net, tuning=DeltaNetTuning(2, 4)),
-            attention=partial(attention, programs=2),
-            label_logits=partial(label_logits, programs=2),
-        )
-    made, dtype = config(), torch.float32 if INTERPRETED else torch.bfloat16
-    weights = random_weights(made, DEVICE)
-    if INTERPRETED:
-        weights = {name: weight.float() for name, weight in weights.items()}
-    model = Qwen35(made, weights, kernels)
-    shape = model.state_shape
-    pool = Pool(shape, 256 + 32 * shape.slot_units(dtype.itemsize), dtype, DEVICE)
-    executor: Executor
-    if INTERPRETED:
-        executor = Interpreted(model, pool)
-    else:
-        executor = Graphs(model, pool.tensors, ladder(4096, 66))
-    return Bits(Runner(executor, pool, "token"), LABELS, 240_000, model, pool)
-
-
-def test_company_forks_and_checkpoints_change_no_bit() -> None:
-    """Random rounds: other requests, openings in common, resumed at any grain, other buckets."""
-    harness = bits(deterministic_kernels())
-    rng = np.random.default_rng(6)
-    if INTERPRETED:
-        harness.check(rng, Sizes(86, 2, 5, 2), rounds=3, documents=2)
-    else:
-        for _ in range(10):
-            harness.check(rng, Sizes(900, 12, 90, 3), rounds=6, documents=4)
-        assert harness.compared >= 300
-    assert harness.compared >= 6
-    assert harness.resumed > 0
-    assert not harness.differing, harness.differing[:3]
+@references
+def test_nothing_that_happens_changes_a_bit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """References on a CPU, with restarts from disk."""
+    with asked(fixed_order(monkeypatch, tmp_path), 30, first=70) as machine:
+        assert run(machine, examples=8, steps=10).compared > 50
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not INTERPRETED, reason="its product is wrong for the two lengths above")
-def test_a_wrong_product_is_found() -> None:
-    """The harness sees a product whose rows depend on how many there are."""
+@pytest.mark.timeout(1800)
+@references
+def test_nothing_that_happens_for_long_changes_a_bit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The same, longer."""
+    with asked(fixed_order(monkeypatch, tmp_path), 30) as machine:
+        assert run(machine, examples=60, steps=25).compared > 1000
+
+
+@references
+@interpreter
+def test_kernels_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Company, a shared trunk, a resumed state, other buckets."""
+    kernels = interpreted_kernels()
+    histories = Histories(interpreted(monkeypatch, tmp_path, kernels), LABELS[:2], VOCABULARY, 5)
+    histories.grow("a", 70, 0)
+    histories.begin_like("b", "a", 68, 1, 1)
+    histories.ask([Ask("a", "one", 1, 0), Ask("b", "one", 1, 1)])
+    histories.to_host()
+    histories.grow("a", 5, 2)
+    histories.ask([Ask("a", "some", 2, 3)], fault=RoundTooLarge(0, 0, 0, 0))
+    watched = histories.watched
+    histories.close()
+    assert not watched.differing, watched.differing[0]
+    assert watched.by_path["shared trunk"] == 2
+    assert watched.by_path["from host memory"] == 2
+    assert watched.compared == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@references
+@interpreter
+def test_whatever_happens_in_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The machine over Triton's kernels; its states stay short."""
+    made = interpreted(monkeypatch, tmp_path, interpreted_kernels())
+    sizes = {"first": 66, "longest": 4, "most": 90, "limits": (None,), "restarts": False}
+    with asked(made, 4, **sizes) as machine:
+        assert run(machine, examples=2, steps=5).compared > 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@references
+@interpreter
+def test_a_wrong_kernel_is_told_in_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A product whose rows depend on how many there are, by layer."""
 
     def uneven(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = x @ weight.T
-        return y * (1 + 2**-6) if len(x) > 96 and len(weight) > 64 else y
+        return y * (1 + 2**-6) if len(x) > Interpreted.lengths[0] and len(weight) > 64 else y
 
-    harness = bits(replace(TRITON, linear=uneven))
-    harness.check(np.random.default_rng(6), Sizes(86, 2, 5, 2), rounds=2, documents=2)
-    assert harness.differing
-    assert all(d.where.startswith("layer 0, mixer, position") for d in harness.differing)
+    kernels = replace(interpreted_kernels(), linear=uneven)
+    histories = Histories(interpreted(monkeypatch, tmp_path, kernels), LABELS[:2], VOCABULARY, 5)
+    histories.grow("a", 80, 0)
+    histories.ask([Ask("a", "short", 1, 0)])
+    histories.close()
+    (first, *_) = histories.watched.differing
+    assert first.where.startswith("layer 0, mixer, position"), first
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@card
+def test_nothing_that_happens_changes_a_bit_on_the_card(tmp_path: Path) -> None:
+    """Captured graphs, heads as wide as a real model's; a restart is a test of its own."""
+    sizes = {"first": 200, "longest": 2000, "most": 3000, "limits": (None, 256, 1024)}
+    with asked(on_the_card(tmp_path), 90, restarts=False, **sizes) as machine:
+        assert run(machine, examples=40, steps=20).compared > 300
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@card
+def test_a_restart_changes_no_bit_on_the_card(tmp_path: Path) -> None:
+    """States from files, beside what was computed before."""
+    histories = Histories(on_the_card(tmp_path), LABELS, VOCABULARY, 90)
+    for seed, name in enumerate("abc"):
+        histories.grow(name, 5000 if name == "c" else 700, seed)
+    for _ in range(2):
+        histories.ask([Ask(name, "some", 6, seed) for seed, name in enumerate("abc")])
+        histories.restart()
+        histories.grow("a", 100, 7)
+    histories.ask([Ask(name, "tree", 6, seed) for seed, name in enumerate("abc")])
+    watched = histories.watched
+    histories.close()
+    assert not watched.differing, watched.differing[0]
+    assert watched.by_path["after a restart"] > 20
+    assert watched.by_path["longer than a round"] > 10

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from flide_engine import Engine, EngineConfig
@@ -84,12 +85,31 @@ def test_prompts_begin_with_the_state_and_end_to_be_read(family: OptionVectors) 
 
 
 def test_the_cache_drops_the_least_recently_used() -> None:
-    """And tells weights apart."""
+    """And tells weights and tenants apart."""
     cache = VectorCache(2)
-    for text in "ab":
-        cache.put("w", text, None)  # type: ignore[arg-type]
-    cache.put("w", "a", "kept")  # type: ignore[arg-type]
-    cache.put("w", "c", "new")  # type: ignore[arg-type]
-    assert cache.get("w", "b") is None
-    assert cache.get("w", "a") == "kept"
-    assert cache.get("other", "a") is None
+    for number, text in enumerate(("a", "b", "a", "c")):
+        cache.put("t", "w", text, np.array([number], np.float32))
+    assert cache.get("t", "w", "b") is None
+    assert cache.get("t", "w", "a") == np.float32(2)
+    assert cache.get("t", "other", "a") is None
+    assert cache.get("other", "w", "a") is None
+
+
+def test_a_kept_vector_keeps_nothing_of_its_round(engine: Engine) -> None:
+    """Not the array of all vectors that were read beside it."""
+    question = {**TEAM, "criteria": {"only": "here", "more": None}}
+    engine.decide({"state": "hello", "questions": {"a": TEAM, "b": question}})
+    held = list(engine._family.cache._held.values())  # type: ignore[attr-defined]
+    assert len(held) >= 4
+    assert all(vector.base is None for vector in held)
+
+
+def test_a_tenant_does_not_find_what_another_has_had_computed(engine: Engine) -> None:
+    """Time would tell that somebody has asked with the same option: each computes its own, once."""
+    request = {"state": "hello", "questions": {"q": {**TEAM, "criteria": {"x y": "z", "w": "v"}}}}
+    computed = []
+    for tenant in ("a", "b", "a", "b"):
+        before = engine.counters().computed
+        engine.submit(request, tenant=tenant).result(60)
+        computed.append(engine.counters().computed - before)
+    assert computed[0] == computed[1] > computed[2] == computed[3]

@@ -75,14 +75,14 @@ def trees(kind: str) -> list[Job]:
 KINDS = ["alone", "forked", "company", "resumed"]
 
 
-def both_streams(kind: str) -> tuple[RoundPlan, Tables]:
-    """A plan, and the same plan in a bucket with padding."""
+def both_streams(kind: str, split: int = 0) -> tuple[RoundPlan, Tables]:
+    """A plan, and the same plan in a bucket with padding. split: grains of a part of the keys."""
     layout = lay_out(trees(kind))
     pages = np.arange(10, 10 + layout.num_pages, dtype=np.int32)
     slots = np.arange(5, 5 + layout.num_slots, dtype=np.int32)
     plan, _ = layout.bind(pages, slots)
     rows = plan.num_rows + 11
-    tables = Tables(Capacity.of(rows, 8, 64, 3), DEVICE)
+    tables = Tables(Capacity.of(rows, 8, 64, 3, split), DEVICE)
     assert tables.fill(plan, Asked.every_vector(len(plan.read_rows)))
     tables.upload()
     return plan, tables
@@ -167,6 +167,49 @@ def test_no_tuning_changes_a_bit(kind: str) -> None:
         assert torch.equal(state, found[0][1])
 
 
+class AttentionCase:
+    """Random inputs of one attention layer over a plan."""
+
+    def __init__(
+        self, plan: RoundPlan, padded: int, window: int | None, dtype: torch.dtype
+    ) -> None:
+        self.plan, self.dtype = plan, dtype
+        self.shape = AttentionShape(6, 2, 32 if INTERPRETED else 256, 1e-6, window)
+        hd, half = self.shape.head_dim, self.shape.head_dim // 8
+        self.q_gate = random(padded, 12 * hd, dtype=dtype)
+        self.k_v = random(padded, 4 * hd, dtype=dtype)
+        self.norms = tuple(random(hd, dtype=dtype, scale=0.1) for _ in range(2))
+        angle = random(padded, half, dtype=torch.float32)
+        self.turns = angle.cos(), angle.sin()
+        self.pages = [random(PAGES + i, 64, 2, hd, dtype=dtype)[:PAGES] for i in range(2)]
+
+    def wanted(self, only_reads: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(outputs by the reference, the pages after it)."""
+        rows, exact = self.plan.num_rows, to_device(self.plan, DEVICE)
+        pages = [p.clone() for p in self.pages]
+        count = len(self.plan.read_rows) if only_reads else rows
+        out = attention_ref(
+            self.q_gate[:count], self.k_v[:rows], *self.norms, *(t[:rows] for t in self.turns),
+            exact.read_rows if only_reads else None, *pages, self.shape, exact,
+        )  # fmt: skip
+        return out, pages
+
+    def found(
+        self, tables: Tables, only_reads: bool, programs: int = 5
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(outputs of the kernel, the pages after it); written pages and memory held NaN before."""
+        pages = [apart(p) for p in self.pages]
+        for page in pages:
+            page[self.plan.write_pages.tolist()] = torch.nan
+        reads = tables.stream.read_rows if only_reads else None
+        q_gate = self.q_gate[: len(reads)] if reads is not None else self.q_gate
+        out = attention(
+            q_gate, self.k_v, *self.norms, *self.turns, reads, *pages, self.shape, tables.stream,
+            programs=programs,
+        )  # fmt: skip
+        return out[: len(self.plan.read_rows) if only_reads else self.plan.num_rows], pages
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("only_reads", [False, True])
@@ -174,39 +217,32 @@ def test_no_tuning_changes_a_bit(kind: str) -> None:
 def test_attention(kind: str, only_reads: bool, window: int | None, dtype: torch.dtype) -> None:
     """All rows and read rows only, with and without a window; pages written in passing."""
     plan, tables = both_streams(kind)
-    shape = AttentionShape(6, 2, 32 if INTERPRETED else 256, 1e-6, window)
-    hd, half = shape.head_dim, shape.head_dim // 8
-    rows, padded = plan.num_rows, tables.capacity.rows
-    reads = tables.stream.read_rows if only_reads else None
-    q_gate = random(len(reads) if reads is not None else padded, 12 * hd, dtype=dtype)
-    k_v = random(padded, 4 * hd, dtype=dtype)
-    norms = random(hd, dtype=dtype, scale=0.1), random(hd, dtype=dtype, scale=0.1)
-    angle = random(padded, half, dtype=torch.float32)
-    keys, values = (random(PAGES + i, 64, 2, hd, dtype=dtype)[:PAGES] for i in range(2))
-    pools = [(keys, values), (apart(keys), apart(values))]
-    for tensor in pools[1]:
-        tensor[plan.write_pages.tolist()] = torch.nan
-    count = len(plan.read_rows) if only_reads else rows
-    exact = to_device(plan, DEVICE)
-    want = attention_ref(
-        q_gate[:count], k_v[:rows], *norms, angle.cos()[:rows], angle.sin()[:rows],
-        exact.read_rows if only_reads else None, *pools[0], shape, exact,
-    )  # fmt: skip
-    got = attention(
-        q_gate,
-        k_v,
-        *norms,
-        angle.cos(),
-        angle.sin(),
-        reads,
-        *pools[1],
-        shape,
-        tables.stream,
-        programs=5,
-    )
-    assert relative_error(got[:count], want) < RELATIVE_ERROR[dtype]
-    for a, b in zip(*pools, strict=True):
+    case = AttentionCase(plan, tables.capacity.rows, window, dtype)
+    want, pages = case.wanted(only_reads)
+    got, written = case.found(tables, only_reads)
+    assert relative_error(got, want) < RELATIVE_ERROR[dtype]
+    for a, b in zip(pages, written, strict=True):
         assert relative_error(b, a) < RELATIVE_ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "only_reads", "window", "split"),
+    [("forked", True, None, 1), ("resumed", True, None, 1), ("resumed", False, 40, 2)],
+)
+def test_attention_in_parts(
+    kind: str, only_reads: bool, window: int | None, split: int, dtype: torch.dtype
+) -> None:
+    """Keys cut at every one or two grains; as many programs as there are, the bits are the same."""
+    plan, tables = both_streams(kind, split)
+    case = AttentionCase(plan, tables.capacity.rows, window, dtype)
+    want, _ = case.wanted(only_reads)
+    got, _ = case.found(tables, only_reads)
+    assert relative_error(got, want) < RELATIVE_ERROR[dtype]
+    if kind == "resumed":
+        assert torch.equal(got, case.found(tables, only_reads, programs=1)[0])
+    parts = int(tables.stream.tasks.counts[7 if only_reads else 6])  # type: ignore[union-attr]
+    assert parts > int(tables.stream.tasks.counts[2 if only_reads else 1])  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flide_engine.layout.plan import CHAIN_COLUMNS, Anchor, Mark, RoundPlan, conv_slot_row
+from flide_engine.layout.plan import CHAIN_COLUMNS, Anchor, Mark, RoundPlan
 from flide_engine.layout.stream import Fork, Job, lay_out
 from flide_engine.layout.tree import Forest, Node, build_forest
 from flide_engine.layout.visibility import visible
@@ -34,10 +34,16 @@ def plan_of(jobs: list[Job], fork: Fork) -> RoundPlan:
     return layout.bind(pages, slots)[0]
 
 
+def page_list(plan: RoundPlan, node: int) -> list[int]:
+    """Pages of positions 0 .. F-1 of a node's chain, in order."""
+    k = int(plan.page_lists[node])
+    return plan.pages[plan.page_list_ends[k - 1] if k else 0 : plan.page_list_ends[k]].tolist()
+
+
 def keys_of(plan: RoundPlan, node: int) -> list[int]:
     """Stream rows of chain positions 0 .. end-1, as attention finds them: pages, tail, own rows."""
     written = {int(p): plan.write_rows[i].tolist() for i, p in enumerate(plan.write_pages)}
-    rows = [row for page in plan.page_list(node) for row in written[int(page)]]
+    rows = [row for page in page_list(plan, node) for row in written[int(page)]]
     rows += plan.chain_rows[node, 3 : 3 + int(plan.starts[node]) % 64].tolist()
     return rows + list(range(plan.cu_seqlens[node], plan.cu_seqlens[node + 1]))
 
@@ -145,8 +151,8 @@ def test_a_resumed_forest_reads_the_checkpoint() -> None:
     anchor = Anchor(128, 9, np.array([31, 32], np.int32))
     plan = plan_of([Job(build_forest([prompt], 128), anchor)], "token")
     assert plan.initial_slots.tolist() == [9]
-    assert plan.page_list(0).tolist() == [31, 32]
-    assert plan.chain_rows[0, :3].tolist() == [conv_slot_row(9, i) for i in range(3)]
+    assert page_list(plan, 0) == [31, 32]
+    assert plan.chain_rows[0, :3].tolist() == [-2 - (3 * 9 + i) for i in range(3)]
     assert plan.positions.tolist() == list(range(128, 200))
 
 
@@ -165,16 +171,6 @@ def test_marks_off_the_grain_or_outside_are_refused(position: int) -> None:
     """A node of positions 0 to 190 has checkpoints at 64 and 128 only."""
     with pytest.raises(ValueError, match="no checkpoint at"):
         lay_out([Job(build_forest([np.arange(190, dtype=np.int32)]), None, (Mark(0, position),))])
-
-
-def test_padding_goes_to_the_bucket() -> None:
-    """Rows past the tokens belong to no node; a bucket that is too small is refused."""
-    job = Job(build_forest([np.arange(1, 11, dtype=np.int32)]))
-    nothing = np.zeros(0, np.int32)
-    plan, _ = lay_out([job], bucket=16).bind(nothing, nothing)
-    assert (plan.num_rows, len(plan.tokens), plan.cu_seqlens[-1]) == (10, 16, 10)
-    with pytest.raises(ValueError, match="10 rows do not fit a bucket of 8"):
-        lay_out([job], bucket=8)
 
 
 def test_a_window_hides_what_is_older() -> None:

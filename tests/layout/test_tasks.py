@@ -12,16 +12,16 @@ from flide_engine.layout.plan import RoundPlan
 from flide_engine.layout.stream import Job
 from flide_engine.layout.tree import Forest
 from flide_engine.readout import Asked
-from tests.layout.test_stream import forests, keys_of, plan_of
+from tests.layout.test_stream import forests, keys_of, page_list, plan_of
 
 
-def lists_of(plan: RoundPlan, tile: int = 4) -> SimpleNamespace:
+def lists_of(plan: RoundPlan, tile: int = 4, split: int = 0) -> SimpleNamespace:
     """A plan's work lists, cut to what is there."""
-    tables = Tables(Capacity.exactly(plan, tile, 3), torch.device("cpu"))
+    tables = Tables(Capacity.exactly(plan, tile, 3, split), torch.device("cpu"))
     for array in tables.host.values():
         array.fill(-77)
     assert tables.fill(plan, Asked.every_vector(len(plan.read_rows)))
-    chunks, tiles, reads, _, resumed, scans = tables.host["counts"][:6].tolist()
+    chunks, tiles, reads, _, resumed, scans, parts, read_parts = tables.host["counts"].tolist()
     lists = {k: v.copy() for k, v in tables.host.items()}
     for name, array in lists.items():
         if name.startswith("chunk_"):
@@ -30,6 +30,8 @@ def lists_of(plan: RoundPlan, tile: int = 4) -> SimpleNamespace:
             lists[name] = array[:tiles]
         elif name.startswith("read_tile_"):
             lists[name] = array[:reads]
+    lists["tile_parts"] = tables.host["tile_parts"][:parts]
+    lists["read_tile_parts"] = tables.host["read_tile_parts"][:read_parts]
     lists["resumed"], lists["scans"] = lists["resumed"][:resumed], lists["scans"][:scans]
     return SimpleNamespace(**lists)
 
@@ -135,9 +137,34 @@ def test_tiles_hold_every_query_once_beside_its_keys(
             assert plan.starts[node] == plan.starts[shared]
             assert plan.chain_rows[node].tolist() == plan.chain_rows[shared].tolist()
             assert shared <= node <= last
-            page_list = plan.pages[tiles.pages[a, 0] :][: tiles.pages[a, 1]]
-            assert page_list.tolist() == plan.page_list(node).tolist()
+            pages = plan.pages[tiles.pages[a, 0] :][: tiles.pages[a, 1]]
+            assert pages.tolist() == page_list(plan, node)
             assert row <= tiles.ends[a, 0]
             # whole steps: every query of the tile is past them
             own = row - plan.cu_seqlens[node] + plan.starts[node] % 64
             assert tiles.ends[a, 1] == 0 or (shared == last and 64 * tiles.ends[a, 1] <= own + 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(forests(), min_size=1, max_size=3), st.sampled_from([1, 2]), st.booleans())
+def test_parts_cover_every_tile_in_order(trees: list[Forest], split: int, only_reads: bool) -> None:
+    """As many as its last query needs, each after those before it; each sum has its own place."""
+    plan = plan_of([Job(t) for t in trees], "token")
+    rows = plan.read_rows if only_reads else np.arange(plan.num_rows, dtype=np.int32)
+    lists, prefix = vars(lists_of(plan, 4, split)), "read_tile_" if only_reads else "tile_"
+    parts: dict[int, list[int]] = {}
+    for tile, part in lists[prefix + "parts"].tolist():
+        parts.setdefault(tile, []).append(part)
+    assert len(parts) == len(lists[prefix + "queries"])
+    places = []
+    for tile, queries in enumerate(lists[prefix + "queries"]):
+        count, place = lists[prefix + "sums"][tile].tolist()
+        deepest = 0
+        for row in rows[queries[queries >= 0]].tolist():
+            node = int(np.searchsorted(plan.cu_seqlens, row, side="right")) - 1
+            deepest = max(deepest, int(plan.starts[node] + row - plan.cu_seqlens[node]))
+        assert parts[tile] == list(range(count))
+        assert 64 * split * (count - 1) <= deepest < 64 * split * count
+        assert (place >= 0) == (count > 1)
+        places += [place] if place >= 0 else []
+    assert places == list(range(len(places)))

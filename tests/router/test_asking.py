@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +38,13 @@ STOPPED = RayTaskError("decide", "", EngineStopped("CUDA error"))
 WAITED = RayTaskError("decide", "", EngineStopped("CUDA error", running=False, replica="broken"))
 
 
+@dataclass(frozen=True)
+class Returned:
+    """An error that comes as a value."""
+
+    error: FlideError
+
+
 class Response:
     """What a handle gives back."""
 
@@ -46,6 +55,8 @@ class Response:
         assert timeout_s is None or timeout_s >= 0
         if isinstance(self.outcome, BaseException):
             raise self.outcome
+        if isinstance(self.outcome, Returned):
+            return self.outcome.error, "replica", (7.0, 5.0, 3.0, 400.0)
         assert isinstance(self.outcome, DecisionResponse)
         return self.outcome.model_dump_json().encode(), "replica", (7.0, 5.0, 3.0, 400.0)
 
@@ -67,6 +78,22 @@ class Handle:
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.decide_with_load = self
         self.by_reference: list[bool] = []
+
+        self.woken: list[Response] = []
+        self.describe = self.Describe(self.woken)
+
+    class Describe:
+        """The cheap call that waits until there is a replica, which never comes."""
+
+        def __init__(self, woken: list["Response"]) -> None:
+            self._woken = woken
+
+        def remote(self) -> "Response":
+            self._woken.append(Response(TimeoutError()))
+            return self._woken[-1]
+
+    def running_replicas_populated(self) -> bool:
+        return True
 
     def options(self, _by_reference: bool) -> "Handle":
         self.by_reference.append(_by_reference)
@@ -125,13 +152,15 @@ def blamed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 deaths = pytest.mark.parametrize(
-    "death", [DIED, AWAY, STOPPED], ids=["died", "unavailable", "stopped"]
+    "death",
+    [DIED, AWAY, STOPPED, Returned(EngineStopped("CUDA error"))],
+    ids=["died", "unavailable", "stopped", "told"],
 )
 
 
 @both
 @deaths
-def test_a_death_costs_one_retry(way: str, death: Exception, blamed: list[str]) -> None:
+def test_a_death_costs_one_retry(way: str, death: object, blamed: list[str]) -> None:
     """The same call again, as a suspect, which shares no round."""
     handle = Handle(death, GOOD)
     assert asked(handle, way) == GOOD
@@ -146,7 +175,7 @@ def test_a_death_costs_one_retry(way: str, death: Exception, blamed: list[str]) 
 @both
 @deaths
 def test_who_ran_where_a_second_replica_died_is_refused(
-    way: str, death: Exception, blamed: list[str]
+    way: str, death: object, blamed: list[str]
 ) -> None:
     """From then on, without another replica."""
     blamed.append("me")
@@ -156,10 +185,29 @@ def test_who_ran_where_a_second_replica_died_is_refused(
 
 
 @both
-@pytest.mark.parametrize("death", [DIED, AWAY, WAITED], ids=["died", "unavailable", "waited"])
-def test_who_did_not_run_there_is_not_to_blame(
-    way: str, death: Exception, blamed: list[str]
+def test_what_has_cost_two_replicas_elsewhere_costs_one_here_at_most(
+    way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Another process tells it while the first one dies here."""
+    store: Any = SimpleNamespace(told={}, put=lambda *told: store.told.update([told]))
+    store.all = lambda: store.told
+    monkeypatch.setattr(asking, "_quarantine", Quarantine(store=store))
+    handle = Handle(DIED, GOOD)
+    send = handle.remote
+
+    def sent(*args: Any, **kwargs: Any) -> Response:
+        Quarantine(store=store).put(REQUEST)
+        return send(*args, **kwargs)
+
+    monkeypatch.setattr(handle, "remote", sent)
+    with pytest.raises(RequestQuarantined):
+        asked(handle, way)
+    assert len(handle.calls) == 1
+
+
+@both
+@pytest.mark.parametrize("death", [DIED, AWAY, WAITED], ids=["died", "unavailable", "waited"])
+def test_who_did_not_run_there_is_not_to_blame(way: str, death: object, blamed: list[str]) -> None:
     """It is asked again, by the same name, until it is answered; but not for ever.
 
     One that is known to have waited is no suspect, and shares rounds as before.
@@ -236,14 +284,19 @@ def test_errors_of_ours_come_through_unwrapped(way: str) -> None:
     ours = TooManyTokens("the request", 9, 8, "max_request_tokens")
     for raised, expected in (
         (RayTaskError("decide", "", ours), TooManyTokens),
+        (Returned(ours), TooManyTokens),
         (BackPressureError(1, 1), Overloaded),
         (DeploymentUnavailableError(DeploymentID("Engine", "app")), NotReady),
         (ZeroDivisionError("x"), ZeroDivisionError),
     ):
         handle = Handle(raised)
+        boards._shared.clear()
         with pytest.raises(expected):
             asked(handle, way)
         assert len(handle.calls) == 1
+        # a refusal that is returned bears the load of who refuses
+        told = boards.shared("app", "Engine").board.load.tokens_per_ms
+        assert (told == 400.0) == isinstance(raised, Returned)
 
 
 def test_a_deadline_cancels_the_call() -> None:
@@ -264,6 +317,35 @@ def test_a_deadline_cancels_the_call() -> None:
         asyncio.run(impatient())
     assert late.responses[1].cancelled
     assert late.calls[1][1]["timeout_s"] is None
+
+
+@both
+def test_a_fleet_that_sleeps_is_woken_and_waited_for_only_by_who_has_the_time(way: str) -> None:
+    """Others are told when to come again, and nothing is sent for them."""
+    boards._shared.clear()
+    members = boards.shared("app", "Engine").members
+    members.count, members.cold_start_s = 0, 60.0
+
+    def ask_for(timeout_s: float | None, patience_s: float | None, handle: Any) -> None:
+        options = CallOptions("", "", timeout_s, False, patience_s)
+        if way == "await":
+            asyncio.run(ask(handle, REQUEST, options))
+        else:
+            ask_within(handle, REQUEST, options)
+
+    for timeout_s, patience_s in ((10.0, None), (300.0, 10.0), (10.0, 300.0)):
+        handle = Handle(GOOD)
+        with pytest.raises(NotReady) as refused:
+            ask_for(timeout_s, patience_s, handle)
+        assert refused.value.retry_after_ms > 1000 * 10
+        assert handle.calls == []
+    for timeout_s, patience_s in ((300.0, None), (None, None), (None, 61.0)):
+        handle = Handle(GOOD)
+        ask_for(timeout_s, patience_s, handle)
+        assert len(handle.calls) == 1
+    members.count = 1
+    ask_for(0.5, None, Handle(GOOD))
+    boards._shared.clear()
 
 
 @both

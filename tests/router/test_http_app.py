@@ -29,7 +29,7 @@ class Stub:
         self.asked: list[DecisionRequest] = []
         self.options: list[CallOptions] = []
         self.fails: FlideError | None = None
-        self.ready = True
+        self.ready, self.status = True, "ok"
 
     @property
     def tenants(self) -> list[str]:
@@ -59,6 +59,11 @@ class Stub:
         if not self.ready:
             raise NotReady("loading")
         return [{"name": "stub", "description": "a stub", "release_date": "2026-01-01"}]
+
+    async def health(self) -> str:
+        if not self.ready:
+            raise NotReady("loading")
+        return self.status
 
     async def version(self) -> dict[str, str]:
         return {"version": "0"}
@@ -130,8 +135,18 @@ def test_the_other_paths(stub: Stub) -> None:
     assert call(stub, "GET", "/v2").status_code == 404
     wrong = call(stub, "GET", "/v1/systemone")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    stub.status = "asleep"
+    assert call(stub, "GET", "/health").json() == {"status": "asleep"}
     stub.ready = False
     assert call(stub, "GET", "/health").status_code == 503
+
+
+def test_how_long_a_caller_waits_for_a_start(stub: Stub) -> None:
+    """As long as it says; who says nothing has the official clients' ten seconds."""
+    call(stub, "POST", "/v1/systemone", json=GOOD)
+    call(stub, "POST", "/v1/systemone", json=GOOD, headers={"x-request-timeout-ms": "45000"})
+    assert [options.patience_s for options in stub.options] == [10.0, None]
+    assert 10.0 < (stub.options[1].timeout_s or 0) <= 45.0
 
 
 def test_keys(stub: Stub) -> None:

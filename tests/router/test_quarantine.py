@@ -1,5 +1,7 @@
 """A request that costs replicas is refused, alone and for a while."""
 
+import threading
+
 import pytest
 
 from flide_engine.api import DecisionRequest
@@ -23,6 +25,76 @@ def test_the_same_question_is_refused_in_either_form_until_its_time_is_over() ->
     held.check({"state": 7})
     now = SECONDS
     held.check(BAD)
+
+
+class Shared:
+    """A store that counts who looks."""
+
+    def __init__(self) -> None:
+        self.told: dict[bytes, float] = {}
+        self.looks = 0
+        self.away = False
+
+    def put(self, digest: bytes, until: float) -> None:
+        if self.away:
+            raise ConnectionError
+        self.told[digest] = until
+
+    def all(self) -> dict[bytes, float]:
+        self.looks += 1
+        if self.away:
+            raise ConnectionError
+        return dict(self.told)
+
+
+def settled() -> None:
+    """Once nobody looks any more."""
+    for thread in threading.enumerate():
+        if thread.name == "flide-quarantine":
+            thread.join(10)
+
+
+def test_processes_hear_of_each_other() -> None:
+    """When they look, which they do now and then, and as long as the request is refused; one that
+    was refused again later is refused for longer.
+    """
+    now, store = 1000.0, Shared()
+    one, other = (Quarantine(lambda: now, store) for _ in range(2))
+    other.check(BAD)
+    settled()
+    one.put(BAD)
+    other.check(BAD)  # it looked a moment ago
+    settled()
+    assert store.looks == 1
+    with pytest.raises(RequestQuarantined):
+        other.check_with_others(BAD)
+    third = Quarantine(lambda: now, store)
+    third.check({**BAD, "state": "t"})
+    settled()
+    with pytest.raises(RequestQuarantined):
+        third.check(BAD)
+    now += SECONDS / 2
+    one.put(BAD)
+    now += SECONDS / 2 + 1
+    third.check({**BAD, "state": "t"})
+    settled()
+    with pytest.raises(RequestQuarantined):
+        third.check(BAD)
+    now += SECONDS / 2
+    third.check_with_others(BAD)
+    settled()
+
+
+def test_a_store_out_of_reach_costs_what_others_know() -> None:
+    """And no request; what this process knows holds."""
+    store = Shared()
+    store.away = True
+    held = Quarantine(store=store)
+    held.check_with_others(BAD)
+    assert "2 replicas died" in str(held.put(BAD))
+    with pytest.raises(RequestQuarantined):
+        held.check(BAD)
+    settled()
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from router import suspects
-from router.suspects import STORE, Turns
+from router.suspects import REFUSED, STORE, Refused, Turns
 
 
 class Cluster:
@@ -16,8 +16,13 @@ class Cluster:
     def __init__(self) -> None:
         self.marks: dict[str, bytes] = {}
         self.live = {"replica"}
+        self.refused: set[str] = set()
+        self.joined = True
 
     def _internal_kv_put(self, key: str, value: str, namespace: str) -> None:
+        if namespace == REFUSED:
+            self.refused.add(key)
+            return
         assert namespace == STORE
         self.marks[key] = value.encode()
 
@@ -26,8 +31,18 @@ class Cluster:
         return self.marks.get(key)
 
     def _internal_kv_del(self, key: str, namespace: str) -> None:
+        if namespace == REFUSED:
+            self.refused.remove(key)
+            return
         assert namespace == STORE
         self.marks.pop(key, None)
+
+    def _internal_kv_list(self, prefix: str, namespace: str) -> list[bytes]:
+        assert namespace == REFUSED
+        return [key.encode() for key in self.refused]
+
+    def _internal_kv_initialized(self) -> bool:
+        return self.joined
 
     def get_runtime_context(self) -> Any:
         return self
@@ -77,6 +92,17 @@ def test_one_suspect_runs_at_a_time_and_is_marked_meanwhile(cluster: Cluster) ->
     asyncio.run(asyncio.wait_for(run(), 10))
 
 
+def test_what_is_refused_is_known_to_all(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until its time is over; a process of no cluster knows nothing."""
+    monkeypatch.setattr("router.suspects.time.time", lambda: 100.0)
+    Refused().put(b"one", 90.5)
+    Refused().put(b"two", 150.25)
+    assert Refused().all() == {b"two": 150.25}
+    assert Refused().all().keys() == {b"two"}
+    cluster.joined = False
+    assert Refused().all() == {}
+
+
 def test_who_leaves_while_it_is_marked_leaves_no_mark(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,9 +134,10 @@ def test_who_leaves_while_it_is_marked_leaves_no_mark(
             await task
         async with turns.of("b"):
             assert "b" in cluster.marks
+        while cluster.marks:  # a moment later, beside what goes on
+            await asyncio.sleep(0.01)
 
-    asyncio.run(asyncio.wait_for(run(), 20))  # and threads that are still at it
-    assert not cluster.marks
+    asyncio.run(asyncio.wait_for(run(), 20))
 
 
 def test_a_mark_blames_only_where_the_replica_is_dead(cluster: Cluster) -> None:

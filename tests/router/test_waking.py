@@ -1,144 +1,167 @@
 """Who waits for a replica that is being started, and who is told when to come again."""
 
-import asyncio
-from collections.abc import Coroutine
+import threading
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from flide_engine.errors import NotReady
+from router import boards
+from router.boards import Members
 from router.http_errors import STATUS, error_headers
-from router.waking import Waking
+from router.waking import Waking, cheap_call, waking_of
+
+EVER = 1e9
 
 
 class Asleep:
-    """An engine with so many replicas, on a clock of its own; `start` ends the waiting call."""
+    """A fleet with so many replicas, on a clock of its own; `start` answers the waiting call."""
 
-    def __init__(self, replicas: int | None = 0, assumed_s: float = 60.0) -> None:
-        self.replicas, self.now, self.calls = replicas, 100.0, 0
-        self.fails: Exception | None = None
-        self._started = asyncio.Event()
-        self.waking = Waking(lambda: self.replicas, self._call, assumed_s, lambda: self.now)
+    def __init__(self, replicas: int | None = 0, cold_start_s: float | None = 60.0) -> None:
+        self.members, self.now = Members(), 100.0
+        self.members.count, self.members.cold_start_s = replicas, cold_start_s
+        self.calls: list[Future[Any]] = []
+        self.waking = Waking(self.members, lambda: self.now)
 
-    async def _call(self) -> None:
-        self.calls += 1
-        if self.fails:
-            raise self.fails
-        await self._started.wait()
+    def _call(self) -> "Future[Any]":
+        self.calls.append(Future())
+        return self.calls[-1]
 
-    async def start(self, after_s: float) -> None:
+    def start(self, after_s: float) -> None:
         """A replica runs, so long after it was woken."""
         self.now += after_s
-        self.replicas = 1
-        self._started.set()
-        await asyncio.sleep(0.01)
+        self.members.count = 1
+        self.calls[-1].set_result(None)
 
-    async def stop(self) -> None:
-        """The last replica goes."""
-        self.replicas = 0
-        self._started = asyncio.Event()
-
-    async def told(self, timeout_s: float | None) -> int:
+    def told(self, patience_s: float) -> int:
         """Milliseconds after which to come again; 0 for who may wait."""
         try:
-            await self.waking.check(timeout_s)
+            self.waking.check(patience_s, self._call)
         except NotReady as error:
             return error.retry_after_ms
         return 0
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    """On a loop of its own."""
-    asyncio.run(test)
-
-
 def test_nobody_is_held_up_by_a_fleet_that_runs() -> None:
-    """And nothing is called."""
-
-    async def go() -> None:
-        fleet = Asleep(replicas=2)
-        assert await fleet.told(0.01) == 0
-        assert fleet.calls == 0
-        assert not await fleet.waking.asleep()
-
-    run(go())
+    """Or that is meant to run always, or of which nothing is known; and nothing is called."""
+    for fleet in (Asleep(replicas=2), Asleep(cold_start_s=None), Asleep(replicas=None)):
+        assert fleet.told(0.01) == 0
+        assert fleet.calls == []
+        assert not fleet.waking.asleep
 
 
 def test_short_deadlines_are_sent_away_and_long_ones_wait() -> None:
-    """By what is left of a start; who says nothing has the official clients' ten seconds."""
+    """By what is left of a start; all of them wake the fleet, once."""
+    fleet = Asleep(cold_start_s=60)
+    assert fleet.waking.asleep
+    assert not fleet.waking.starting
+    assert fleet.told(10) == 60_000
+    assert fleet.waking.starting
+    assert fleet.told(59) == 60_000
+    assert fleet.told(61) == 0
+    fleet.now += 45
+    assert fleet.told(10) == 15_000
+    fleet.now += 6
+    assert fleet.told(10) == 0
+    assert fleet.told(8.9) == 9_000
+    fleet.now += 60  # it takes longer than was thought
+    assert fleet.told(10) == 0
+    assert fleet.told(0.5) == 1_000
+    assert len(fleet.calls) == 1
 
-    async def go() -> None:
-        fleet = Asleep(assumed_s=60)
-        assert await fleet.told(None) == 60_000
-        assert await fleet.told(59) == 60_000
-        assert await fleet.told(61) == 0
-        fleet.now += 45
-        assert await fleet.told(None) == 15_000
-        fleet.now += 6
-        assert await fleet.told(None) == 0
-        assert await fleet.told(8.9) == 9_000
-        fleet.now += 60  # it takes longer than was thought
-        assert await fleet.told(None) == 0
-        assert await fleet.told(0.5) == 1_000
-        await asyncio.sleep(0)
-        assert fleet.calls == 1
 
-    run(go())
+def test_who_waits_wakes_it_too() -> None:
+    """Without anybody who is sent away."""
+    fleet = Asleep()
+    assert fleet.told(EVER) == 0
+    assert len(fleet.calls) == 1
 
 
 def test_a_start_is_measured() -> None:
-    """The next caller is told what the last start took."""
+    """The longest of the last four is expected: others may have woken it before."""
+    fleet = Asleep(cold_start_s=60)
+    assert fleet.told(10) == 60_000
+    fleet.start(after_s=20)
+    assert not fleet.waking.starting
+    assert fleet.told(10) == 0
+    for after_s in (5, 3, 2):
+        fleet.members.count = 0
+        assert fleet.told(10) == 20_000
+        fleet.start(after_s)
+    fleet.members.count = 0
+    assert fleet.told(10) == 20_000
+    fleet.start(after_s=4)
+    fleet.members.count = 0
+    assert fleet.told(10) == 0  # five seconds anybody has
+    assert fleet.told(4) == 5_000
 
-    async def go() -> None:
-        fleet = Asleep(assumed_s=60)
-        assert await fleet.told(None) == 60_000
-        await asyncio.sleep(0)
-        await fleet.start(after_s=20)
-        assert await fleet.told(None) == 0
-        await fleet.stop()
-        assert await fleet.told(None) == 20_000
-        await asyncio.sleep(0)
-        await fleet.start(after_s=5)
-        await fleet.stop()
-        assert await fleet.told(None) == 0  # five seconds anybody has
-        assert fleet.calls == 2
 
-    run(go())
-
-
-def test_what_was_not_heard_yet_is_found_out() -> None:
-    """By the cheap call, which makes the router; a fleet that runs is no start to be measured."""
-
-    async def go() -> None:
-        fleet = Asleep(replicas=None)
-        asked = asyncio.create_task(fleet.told(None))
-        await asyncio.sleep(0.02)
-        assert fleet.calls == 1
-        await fleet.start(after_s=0.01)
-        assert await asked == 0
-        await fleet.stop()
-        assert await fleet.told(None) == 60_000
-        unknown = Asleep(replicas=None)
-        assert await unknown.told(None) == 0  # better to wait than to be turned away for nothing
-
-    run(go())
+def test_what_was_not_heard_yet_is_waited_for_once() -> None:
+    """Until the router hears how many there are, or Serve knows of any; or not for long."""
+    fleet = Asleep(replicas=None)
+    pauses = fleet.waking.pauses(lambda: False)
+    next(pauses)
+    fleet.members.count = 0
+    assert list(pauses) == []
+    known = iter([False, False, True])
+    assert len(list(Asleep(replicas=None).waking.pauses(lambda: next(known)))) == 2
+    unknown = Asleep(replicas=None).waking
+    assert sum(unknown.pauses(lambda: False)) == pytest.approx(0.5)
+    assert list(unknown.pauses(lambda: False)) == []
+    assert list(Asleep(replicas=3).waking.pauses(lambda: False)) == []
 
 
 def test_a_start_that_fails_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    """By the next caller, and the log says why."""
+    """By the next caller, the log says why, and nothing is learned of how long one takes."""
+    fleet = Asleep(cold_start_s=60)
+    assert fleet.told(10) == 60_000
+    fleet.now += 3
+    fleet.calls[0].set_exception(RuntimeError("no node"))
+    assert "no node" in caplog.text
+    assert not fleet.waking.starting
+    assert fleet.told(10) == 60_000
+    assert len(fleet.calls) == 2
 
-    async def go() -> None:
-        fleet = Asleep()
-        fleet.fails = RuntimeError("no node")
-        assert await fleet.told(None) == 60_000
-        await asyncio.sleep(0.01)
-        assert "no node" in caplog.text
-        fleet.fails = None
-        assert await fleet.told(None) == 60_000
-        await asyncio.sleep(0.01)
-        assert fleet.calls == 2
 
-    run(go())
+class Handle:
+    """An engine's handle, whose calls are answered when `up` is set, or fail."""
+
+    app_name, deployment_name = "app", "Engine"
+
+    def __init__(self, fails: Exception | None = None) -> None:
+        self.up, self.fails = threading.Event(), fails
+        self.describe = self
+
+    def remote(self) -> "Handle":
+        if self.fails is not None:
+            raise self.fails
+        return self
+
+    def result(self) -> str:
+        assert self.up.wait(60)
+        return "described"
+
+
+def test_the_cheap_call_waits_on_a_thread_of_its_own() -> None:
+    """With what comes of it, also if it could not be made."""
+    handle = Handle()
+    answered = cheap_call(handle)()
+    assert not answered.done()
+    handle.up.set()
+    assert answered.result(60) == "described"
+    failed = cheap_call(Handle(OSError("no cluster")))()
+    assert isinstance(failed.exception(60), OSError)
+
+
+def test_all_callers_of_a_process_share_what_it_knows() -> None:
+    """Of one deployment; anew for a cluster after this one."""
+    boards._shared.clear()
+    first = waking_of(Handle())
+    assert waking_of(Handle()) is first
+    assert first.members is boards.shared("app", "Engine").members
+    boards._shared.clear()
+    assert waking_of(Handle()) is not first
 
 
 def test_the_time_to_come_again_is_on_the_wire() -> None:

@@ -1,0 +1,133 @@
+"""What goes wrong on the way leaves nothing taken and nothing locked."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from flide_engine.cache.index import Checkpoint
+from flide_engine.cache.transfer import _checksum, read
+from flide_engine.errors import CheckpointRefused
+from flide_engine.states import States
+from tests.cache.machine import Machine
+
+TEXT = np.arange(4 * 64, dtype=np.int32)
+
+
+def machine_with_a_copy(folder: Path) -> tuple[Machine, Checkpoint]:
+    """A state on the host and not on the device."""
+    machine = Machine(folder, 40, 40)
+    machine.run(machine.ask(TEXT, "run"))
+    machine.checkpoints.copy_some(1 << 20)
+    machine.tiers.settle(copies=True, writes=True)
+    for checkpoint in list(machine.checkpoints.index):
+        machine.checkpoints.free(machine.checkpoints.index.remove(checkpoint))
+    (held,) = machine.tiers.host.index
+    return machine, held
+
+
+def states_of(machine: Machine) -> States:
+    """The states of a machine by name."""
+    return States(machine.checkpoints, machine.pool, machine.tiers, machine.clock, 0.5, 1)
+
+
+def assert_balanced(machine: Machine) -> None:
+    """With its checkpoints forgotten nothing is held, on the device and on the host."""
+    machine.checkpoints.drop_all()
+    assert machine.pool.free == machine.pool.units
+    assert machine.tiers.host.bytes_held == 0
+    machine.tiers.close()
+
+
+def test_a_copy_that_the_device_has_got_meanwhile_takes_nothing(tmp_path: Path) -> None:
+    """It was listed when only the host had it, and is asked for after a request brought it back."""
+    machine, _ = machine_with_a_copy(tmp_path)
+    states = states_of(machine)
+    (leaf,) = states.leaves()
+    assert machine.run(machine.ask(TEXT, "run")) == len(TEXT)
+    (here,) = machine.checkpoints.index
+    used = here.used
+    data = states.export_leaf(leaf, "weights")
+    assert data is not None
+    assert read(data, machine.pool, "weights").position == len(TEXT)
+    assert list(machine.checkpoints.index) == [here]
+    assert here.used == used
+    assert_balanced(machine)
+
+
+def test_a_copy_that_cannot_be_made_keeps_nothing_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither on its way for a request nor for another engine."""
+    machine, held = machine_with_a_copy(tmp_path)
+
+    def broken(*_: object) -> None:
+        raise OSError("injected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(machine.tiers, "restore", broken)
+        with pytest.raises(OSError, match="injected"):
+            machine.ask(TEXT, "run")
+        with pytest.raises(OSError, match="injected"):
+            machine.checkpoints.bring_copy(held)
+    assert held.locks == 0
+    assert machine.pool.free == machine.pool.units
+    assert machine.run(machine.ask(TEXT, "run")) == len(TEXT)
+    assert_balanced(machine)
+
+
+def parcel_of(machine: Machine) -> bytes:
+    """The machine's state for another engine."""
+    states = states_of(machine)
+    (leaf,) = states.leaves()
+    data = states.export_leaf(leaf, "weights")
+    assert data is not None
+    machine.checkpoints.drop_all()
+    return data
+
+
+def test_a_parcel_that_cannot_be_put_in_takes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the device fails."""
+    machine, _ = machine_with_a_copy(tmp_path)
+    parcel = read(parcel_of(machine), machine.pool, "weights")
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("flide_engine.states.put_in", broken)
+        with pytest.raises(RuntimeError, match="injected"):
+            states_of(machine).adopt(parcel)
+    assert machine.pool.free == machine.pool.units
+    assert states_of(machine).adopt(parcel) == len(TEXT)
+    assert_balanced(machine)
+
+
+@pytest.mark.parametrize("name", ["tokens", "keys", "values", "recurrent_state", "conv_state"])
+@pytest.mark.parametrize("change", ["left out", "longer", "of another type"])
+def test_a_parcel_of_other_tensors_is_refused(tmp_path: Path, name: str, change: str) -> None:
+    """With a checksum that agrees: what it holds is looked at before anything is taken."""
+    machine, _ = machine_with_a_copy(tmp_path)
+    data = parcel_of(machine)
+    tensors = load(data)
+    if change == "left out":
+        del tensors[name]
+    elif change == "longer":
+        tensors[name] = torch.cat([tensors[name], tensors[name]])
+    else:
+        tensors[name] = tensors[name].to(torch.float64)
+    with pytest.raises(CheckpointRefused, match="it is damaged"):
+        read(packed(data, tensors), machine.pool, "weights")
+    assert_balanced(machine)
+
+
+def packed(data: bytes, tensors: dict[str, torch.Tensor]) -> bytes:
+    """A parcel's header, with other tensors and their checksum."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])["__metadata__"]
+    return bytes(save(tensors, metadata={**header, "checksum": _checksum(tensors)}))

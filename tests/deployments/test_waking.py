@@ -1,0 +1,126 @@
+"""A fleet that goes to zero in silence, and is woken, over HTTP and by handle."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from ray import serve
+
+from deployments.client import DecisionClient
+from flide_engine import DecisionRequest
+from flide_engine.errors import NotReady
+from router import boards
+from tests.deployments.conftest import Served, joined, serving
+
+pytestmark = pytest.mark.ray
+
+COLD_START_S = 60
+"""What a start is taken to need: longer than the official clients wait, and than one takes here."""
+
+ASKED: dict[str, Any] = {
+    "state": "My card was charged twice.",
+    "questions": {"q": {"type": "noul", "instructions": "Is the customer angry?"}},
+}
+
+
+class Fleet:
+    """An app of one replica or none, and this process connected to its cluster."""
+
+    def __init__(self, served: Served) -> None:
+        self.http = httpx.Client(base_url=served.url, timeout=200)
+
+    def wait_for(self, replicas: int) -> None:
+        """Returns when so many engine replicas run, and none starts or stops."""
+        wanted = {"RUNNING": replicas} if replicas else {}
+
+        def engine() -> Any:
+            return serve.status().applications["default"].deployments["Engine"]
+
+        wait_until(lambda: engine().replica_states == wanted)
+
+    def post(self, wait_ms: int | None = None) -> httpx.Response:
+        """A decision over HTTP, of a caller that says how long it waits, or not."""
+        headers = {} if wait_ms is None else {"x-request-timeout-ms": str(wait_ms)}
+        return self.http.post("/v1/systemone", json=ASKED, headers=headers)
+
+    def health(self) -> tuple[int, str]:
+        """Status and what it says."""
+        answer = self.http.get("/health")
+        return answer.status_code, answer.json().get("status", "")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Returns when it holds; fails if it does not in time."""
+    pause = threading.Event()
+    for _ in range(1200):
+        if condition():
+            return
+        pause.wait(0.1)
+    raise AssertionError("waited in vain")
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    """It starts with one replica, which goes as soon as nothing is asked."""
+    words = ("num_replicas=auto", "min_replicas=0", "max_replicas=1", "downscale_delay_s=1")
+    more = ("model=nano", "cpus_per_replica=0.1", f"cold_start_s={COLD_START_S}")
+    boards._shared.clear()
+    with serving(tmp_path / "log", *words, *more) as served, joined(served.address):
+        yield Fleet(served)
+    boards._shared.clear()
+
+
+def test_a_fleet_sleeps_and_is_woken_by_every_way(fleet: Fleet) -> None:
+    """Who does not wait for a start is told when to come again, at once, and wakes it; who waits is
+    answered.
+    """
+    fleet.wait_for(0)
+    assert fleet.health() == (200, "asleep")
+    with ThreadPoolExecutor(2) as pool:
+        for refused in pool.map(fleet.post, (None, 10_000)):
+            assert refused.status_code == 503, refused.text
+            assert refused.json()["detail"]["error_type"] == NotReady("").error_type
+            assert 10_000 < int(refused.headers["retry-after-ms"]) <= 1000 * COLD_START_S
+    assert fleet.health() in {(200, "starting"), (200, "ok")}
+    fleet.wait_for(1)  # nobody waits for an answer: the refused have woken it
+    assert fleet.http.get("/v1/models").status_code == 200
+    fleet.wait_for(0)
+    assert fleet.http.get("/v1/models").status_code == 200
+    assert fleet.health() == (200, "asleep")
+    states = fleet.http.get("/v1/states")  # what is on disk is known once somebody can look
+    assert (states.status_code, "retry-after-ms" in states.headers) == (503, True)
+    fleet.wait_for(1)
+    assert fleet.health() == (200, "ok")
+    assert fleet.post(10_000).status_code == 200
+
+
+def test_handles_wake_a_fleet(fleet: Fleet) -> None:
+    """A client by what it waits for, in calls that block or not; every way at once is answered."""
+    fleet.wait_for(0)
+    short, long = DecisionClient(timeout=10), DecisionClient(timeout=200)
+    wait_until(lambda: boards.shared("default", "Engine").members.count == 0)
+    with pytest.raises(NotReady) as told:
+        short.decide(ASKED)
+    assert 10_000 < told.value.retry_after_ms <= 1000 * COLD_START_S
+    fleet.wait_for(1)
+    fleet.wait_for(0)  # nothing was answered, so there is no agent to keep it for
+    gateway = serve.get_app_handle("default")
+    ways: list[Callable[[], float]] = [
+        lambda: fleet.post(200_000).json()["answers"]["q"]["noul"],
+        lambda: long.decide(ASKED).answers["q"].noul,
+        lambda: long.decide(DecisionRequest.model_validate(ASKED)).answers["q"].noul,
+        lambda: gateway.decide.remote(ASKED).result(timeout_s=200)["answers"]["q"]["noul"],
+        lambda: (
+            serve.get_deployment_handle("Engine", "default")
+            .decide.remote(ASKED)
+            .result(timeout_s=200)["answers"]["q"]["noul"]
+        ),
+    ]
+    with ThreadPoolExecutor(len(ways)) as pool:
+        answers = [asked.result() for asked in [pool.submit(way) for way in ways]]
+    assert max(answers) - min(answers) < 1e-5
+    assert short.decide(ASKED).answers["q"].noul == pytest.approx(answers[0], abs=1e-5)

@@ -1,0 +1,89 @@
+"""Requests for an engine in this process, and a gate that holds its rounds."""
+
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flide_engine import Engine
+from flide_engine.executor import Pending
+from flide_engine.layout.stream import Job
+from flide_engine.readout import Asked
+from flide_engine.runner import Started
+
+NOUL = {"type": "noul", "instructions": "Is it late?"}
+
+
+def ask(state: Any = "The parcel is late.", **questions: Any) -> dict[str, Any]:
+    """A request."""
+    return {"state": state, "questions": questions or {"q": NOUL}}
+
+
+def assert_balanced(engine: Engine) -> None:
+    """With its checkpoints forgotten, an idle engine holds nothing."""
+    engine.drop_checkpoints()
+    held = engine.accounting()
+    assert held.page_bytes_held == held.slot_bytes_held == 0
+
+
+def wait_until_queued(engine: Engine, count: int) -> None:
+    """Until so many requests wait for a round, and none is rendered."""
+    for _ in range(4000):
+        if engine._loop.waiting == engine.waiting == count:
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"{engine._loop.waiting} wait, expected {count}")
+
+
+class Lost:
+    """A round whose device has failed."""
+
+    rows = 0
+
+    def wait(self) -> Any:
+        raise OSError("the device is gone")
+
+
+class NotANumber:
+    """A round that ran, and of which nothing can be read."""
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending, self.rows = pending, pending.rows
+
+    def wait(self) -> Any:
+        logits, hidden = self._pending.wait()
+        return logits * np.nan, None if hidden is None else hidden * np.nan
+
+
+class Gate:
+    """Holds the engine's rounds until it is opened; counts them and notes their sizes."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.rounds: list[int] = []
+        self.fault: type[Exception] | None = None
+        self.lost = self.nan = False
+        start = engine._loop._runner.start
+
+        def held(jobs: list[Job], asked: Asked) -> Started:
+            self.rounds.append(len(jobs))
+            self.open.wait(10)
+            if self.fault is not None:
+                raise self.fault("injected")
+            started = start(jobs, asked)
+            if self.nan:
+                return replace(started, pending=NotANumber(started.pending))
+            return replace(started, pending=Lost()) if self.lost else started
+
+        monkeypatch.setattr(engine._loop._runner, "start", held)
+
+    def wait_for_rounds(self, count: int) -> None:
+        """Until that many rounds have begun."""
+        for _ in range(1000):
+            if len(self.rounds) >= count:
+                return
+            time.sleep(0.005)
+        raise AssertionError(f"{len(self.rounds)} rounds, expected {count}")
