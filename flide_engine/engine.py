@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import replace
@@ -119,15 +119,7 @@ class Engine(StateOperations):
         runner = Runner(executor, pool, config.fork)
         self._loop = RoundLoop(
             runner,
-            Scheduler(
-                config.max_round_tokens,
-                config.max_queued_tokens,
-                measured(runner, config, device.type),
-                bucket_of=executor.bucket_of,
-                max_queue_ms=config.max_queue_ms,
-                batch_age_s=config.batch_age_s,
-                weights=config.tenant_weights,
-            ),
+            _scheduler(config, measured(runner, config, device.type), executor.bucket_of),
             self._checkpoints,
             config.max_round_tokens,
             clock,
@@ -312,3 +304,17 @@ class Engine(StateOperations):
             return
         if work.future.set_running_or_notify_cancel():
             work.future.set_result(response)
+
+
+def _scheduler(
+    config: EngineConfig, table: Mapping[int, float] | None, bucket_of: Callable[[int], int]
+) -> Scheduler[RequestWork]:
+    return Scheduler(
+        config.max_round_tokens,
+        config.max_queued_tokens,
+        table,
+        bucket_of=bucket_of,
+        max_queue_ms=config.max_queue_ms,
+        batch_age_s=config.batch_age_s,
+        weights=config.tenant_weights,
+    )

@@ -265,7 +265,7 @@ class RoundLoop:
         return Round(works, pieces, places, started, tokens, began)
 
     def _start_with_room(self, jobs: Sequence[Job], asked: Asked) -> Started:
-        """Starts jobs, giving up checkpoints for room. Raises PoolExhausted if that is not enough."""
+        """Starts jobs, giving up checkpoints for room. Raises PoolExhausted if too few can be."""
         while True:
             try:
                 return self._runner.start(jobs, asked)

@@ -134,7 +134,7 @@ def test_who_leaves_while_it_is_marked_leaves_no_mark(
             await task
         async with turns.of("b"):
             assert "b" in cluster.marks
-        while cluster.marks:  # a moment later, beside what goes on
+        while cluster.marks:  # noqa: ASYNC110 - a moment later, beside what goes on
             await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(run(), 20))
