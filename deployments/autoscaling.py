@@ -133,16 +133,17 @@ class FleetPolicy:
 
     def _decide(self, context: Any) -> tuple[int, dict[str, Any]]:
         target, running = int(context.target_num_replicas), int(context.current_num_replicas)
-        queued = float(getattr(context, "total_num_requests", 0) or 0)
+        # those that run, and those that wait in a handle
+        requests = float(getattr(context, "total_num_requests", 0) or 0)
         if running == 0:
             # nothing can tell of its load yet: keep what is coming, or wake for who waits
-            return max(target, 1 if queued else 0), {"reason": "waking"}
+            return max(target, 1 if requests else 0), {"reason": "waking"}
         signals = read_signals(context.aggregated_metrics or {})
         if not signals:
             return target, {"reason": "silent"}
         needs = needs_of(signals, self._objectives, running)
         need, reason = demand(needs)
-        if queued and need == 0.0:
+        if requests and need == 0.0:
             need, reason = 0.01, "load"
         kept = {"need": need, "reason": reason, "needs": needs._asdict()}
         return wanted(target, need, self._objectives), kept

@@ -21,12 +21,12 @@ defaults and what is wrong with them. This page is written by `python -m deploym
 """
 
 LOCAL = (
-    ("port", "8000", "Port of the server on this machine (`make serve` alone; `PORT=` of make)."),
+    ("port", "8000", "Port of the server on this machine; `PORT=` of make."),
     (
         "insecure",
         "false",
         "Starts although `RAY_AUTH_MODE=disabled` lets whoever reaches this machine run code in the"
-        " cluster (`make serve` alone).",
+        " cluster.",
     ),
 )
 
@@ -36,15 +36,17 @@ def page() -> str:
     parts = [
         HEAD,
         "## Of the app\n",
-        *_table((*_rows(AppArgs), *LOCAL)),
+        *_table("option", tuple(_rows(AppArgs))),
         "\n## Of each engine\n",
-        *_table(tuple(_rows(EngineConfig))),
+        *_table("option", tuple(_rows(EngineConfig))),
+        "\n## Of `make serve` alone\n",
+        *_table("word", LOCAL),
     ]
     return "\n".join(parts) + "\n"
 
 
-def _table(rows: tuple[tuple[str, str, str], ...]) -> Iterator[str]:
-    yield "| option | default | what it is |"
+def _table(what: str, rows: tuple[tuple[str, str, str], ...]) -> Iterator[str]:
+    yield f"| {what} | default | what it is |"
     yield "|---|---|---|"
     for name, default, text in rows:
         yield f"| `{name}` | {default} | {text.replace('|', chr(92) + '|')} |"

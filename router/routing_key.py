@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 SCHEME = 1
 """Changes with anything that changes a hash; keys of two schemes share nothing."""
@@ -317,8 +317,3 @@ def _position(index: int) -> int:
     """Bytes of text up to an entry; a head's own entry may put it off by one grid step."""
     fine = min(index + 1, FINE_ENTRIES)
     return fine * FINE_BYTES + (index + 1 - fine) * COARSE_BYTES
-
-
-def key_of(value: Any, request: object, tenant: str = "") -> RouteKey:
-    """The key that came with a call, or one made of its request where none or a strange one did."""
-    return as_key(value) or route_key(request, tenant)

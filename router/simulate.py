@@ -12,7 +12,9 @@ tokens.
 
 import argparse
 import dataclasses
+import json
 import random
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -249,10 +251,6 @@ def plot(rows: "list[Row]", path: Path) -> None:
 
 def main() -> None:
     """Runs what is named and writes its rows; the plot is of all rows there are."""
-    import json
-
-    from benchmarks.results_file import RESULTS, stamp, write
-
     parts: dict[str, Callable[[list[Shape]], list[Row]]] = {
         "fleets": partial(compared, FLEETS),
         "thousand": partial(compared, THOUSAND),
@@ -268,9 +266,19 @@ def main() -> None:
     args = parser.parse_args()
     shapes = load_shapes(args.data)
     for part in args.part or parts:
-        rows = parts[part](shapes)
-        path = write("simulation", stamp(rows), ("work", "policy", "constant", "value"))
-        plot(json.loads(path.read_text()), RESULTS / "simulation.png")
+        _keep(parts[part](shapes))
+
+
+def _keep(rows: "list[Row]") -> None:
+    """Writes rows where results are kept; prints them where only the package is installed."""
+    try:
+        from benchmarks.results_file import RESULTS, stamp, write
+    except ModuleNotFoundError:
+        print("benchmarks/ is not here: nothing is written, rows are printed", file=sys.stderr)
+        print(json.dumps(rows))
+        return
+    path = write("simulation", stamp(rows), ("work", "policy", "constant", "value"))
+    plot(json.loads(path.read_text()), RESULTS / "simulation.png")
 
 
 if __name__ == "__main__":

@@ -193,6 +193,13 @@ def test_serve_takes_it_and_the_app_is_there() -> None:
         app_of(app.import_path, {**app.args, "max_replica": 8})
 
 
+def test_an_image_is_not_sent_what_git_ignores() -> None:
+    """Nor git's own folder: the environment alone has more than a gigabyte."""
+    left_out = set((ROOT / ".dockerignore").read_text().split())
+    ignored = {line.rstrip("/") for line in (ROOT / ".gitignore").read_text().split()}
+    assert {".git", ".venv"} | {f"**/{name}" for name in ignored - {".venv"}} <= left_out
+
+
 def app_of(import_path: str, args: dict[str, Any]) -> Application:
     """The application of an import path and its arguments."""
     builder = ray._common.utils.import_attr(import_path)

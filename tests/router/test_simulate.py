@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +35,22 @@ def ran(policy: str, scenario: Scenario, shapes: list[Shape]) -> tuple[Simulatio
     """A simulation after its run."""
     simulation = Simulation(scenario, partial(simulate.make, policy, None), shapes)
     return simulation, simulation.run()
+
+
+def test_without_the_benchmarks_rows_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where the package is installed: printed, with the reason, and written nowhere."""
+    for name in ("benchmarks", "benchmarks.results_file"):
+        monkeypatch.setitem(sys.modules, name, None)
+    rows = [{"work": "time", "value": 1.5}]
+    monkeypatch.setattr(simulate, "timed", lambda: rows)
+    monkeypatch.setattr(simulate, "load_shapes", lambda data: [])
+    monkeypatch.setattr(sys, "argv", ["simulate", "time"])
+    simulate.main()
+    told = capsys.readouterr()
+    assert json.loads(told.out) == rows
+    assert "benchmarks" in told.err
 
 
 def over(result: Result) -> float:

@@ -1,32 +1,11 @@
 """A replica whose process outlives its engine: routers leave it out once callers say so."""
 
 import asyncio
-from collections.abc import Iterator
 
-import pytest
-
-from router import boards, request_router
 from router.boards import shared
 from router.request_router import StateRouter
+from tests.router.serve_stand_ins import APP, DEPLOYMENT, Replica, asking, chosen, with_router
 from tests.router.test_policy import text
-from tests.router.test_request_router import (
-    APP,
-    DEPLOYMENT,
-    Clock,
-    Replica,
-    asking,
-    chosen,
-    with_router,
-)
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Time, and what this process knows of deployments, are of one test only."""
-    monkeypatch.setattr(request_router, "time", Clock())
-    boards._shared.clear()
-    yield
-    boards._shared.clear()
 
 
 def test_a_replica_whose_engine_stopped_is_out_at_once_and_for_good() -> None:
