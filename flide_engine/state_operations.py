@@ -1,6 +1,7 @@
 """What callers of an engine may do with its states by name, from any thread."""
 
 from collections.abc import Callable
+from functools import partial
 
 from flide_engine.loop import RoundLoop
 from flide_engine.states import Leaf, StateInfo, States
@@ -70,10 +71,10 @@ class StateOperations:
 
     def export_state(self, name: str = "", tenant: str = "") -> list[bytes]:
         """A tenant's checkpoints, of one name or of all, for another process with these weights."""
-        found: list[bytes] = self._loop.call(
-            lambda: self._states.export(tenant, name, self.weights_hash)
-        )
-        return found
+        known = self._loop.call(lambda: self._states.known(tenant, name))
+        # one by one: rounds run between the copies
+        copied = (self._loop.call(partial(self._states.copied, *one)) for one in known)
+        return [self._states.write(c, self.weights_hash) for c in copied if c is not None]
 
     def import_state(self, data: bytes) -> int:
         """Takes in an exported checkpoint: its tokens, or 0 if it was known.
@@ -90,6 +91,5 @@ class StateOperations:
 
     def export_leaf(self, leaf: Leaf) -> bytes | None:
         """One of `leaves` for `import_state` elsewhere; None if it was evicted meanwhile."""
-        return self._loop.call(  # type: ignore[no-any-return]
-            lambda: self._states.export_leaf(leaf, self.weights_hash)
-        )
+        parcel = self._loop.call(lambda: self._states.copied_leaf(leaf))
+        return None if parcel is None else self._states.write(parcel, self.weights_hash)

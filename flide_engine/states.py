@@ -13,7 +13,7 @@ from flide_engine.cache.disk_file import File
 from flide_engine.cache.index import Checkpoint, PrefixIndex, grain_keys
 from flide_engine.cache.names import MOST_BRANCHES
 from flide_engine.cache.pool import Pool
-from flide_engine.cache.transfer import Parcel, put_in, read, take_out
+from flide_engine.cache.transfer import Parcel, put_in, read, take_out, write
 from flide_engine.checkpoints import Checkpoints
 from flide_engine.config import GRAIN
 from flide_engine.errors import TooManyBranches, TooMuchPinned
@@ -74,14 +74,25 @@ class States:
         self._pool, self._tiers, self._clock = pool, tiers, clock
         self._pin_share, self._least_units = pin_share, least_units
 
-    def export(self, tenant: str, name: str, weights: str) -> list[bytes]:
-        """A tenant's checkpoints as bytes, of one name or of all, longest first."""
+    def known(self, tenant: str, name: str) -> list[tuple[Checkpoint, str, str]]:
+        """A tenant's checkpoints, of one name or of all, longest first; with each, a name it goes
+        by and the anchor that goes with it.
+        """
         return [
-            self._packed(c, known_as, anchor, weights)
+            (c, known_as, anchor)
             for c in self.of(tenant, name)
             for known_as, anchor in c.names()
             if name in ("", known_as or anchor)
         ]
+
+    def copied(self, c: Checkpoint, name: str, anchor: str) -> Parcel | None:
+        """A checkpoint on the device, copied to the host; None if it was evicted meanwhile."""
+        if c not in self._index:
+            return None
+        return take_out(
+            self._pool, c.tenant, name, self._index.tokens_of(c), self._index.pages_of(c),
+            c.slot, anchor, c.pinned, self._clock() - c.used,
+        )  # fmt: skip
 
     def leaves(self) -> list[Leaf]:
         """What to hand over for every state of every tenant: of the device, then what only the
@@ -122,26 +133,20 @@ class States:
         found = self._index.match(copy.tenant, tokens, keys, copy.position).checkpoint
         return found is not None and found.position == copy.position
 
-    def export_leaf(self, leaf: Leaf, weights: str) -> bytes | None:
-        """A checkpoint as bytes; None if it was evicted since it was listed. One that only the host
-        has is put on the device for it.
-        """
+    def copied_leaf(self, leaf: Leaf) -> Parcel | None:
+        """As `copied`. One that only the host has is put on the device for it."""
         c = leaf.checkpoint
-        if c in self._index:
-            return self._packed(c, leaf.name, leaf.anchor, weights)
-        if self._tiers is None or c not in self._tiers.host.index:
-            return None
-        made = self._kept.bring_copy(c)
-        if made is None:
-            return None
-        made.pinned = made.pinned or c.pinned
-        return self._packed(made, leaf.name, leaf.anchor, weights)
+        if c not in self._index and self._tiers is not None and c in self._tiers.host.index:
+            made = self._kept.bring_copy(c)
+            if made is None:
+                return None
+            made.pinned = made.pinned or c.pinned
+            c = made
+        return self.copied(c, leaf.name, leaf.anchor)
 
-    def _packed(self, c: Checkpoint, name: str, anchor: str, weights: str) -> bytes:
-        return take_out(
-            self._pool, c.tenant, name, self._index.tokens_of(c), self._index.pages_of(c),
-            c.slot, weights, anchor, c.pinned, self._clock() - c.used,
-        )  # fmt: skip
+    def write(self, parcel: Parcel, weights: str) -> bytes:
+        """A parcel as bytes; any thread may ask."""
+        return write(parcel, self._pool, weights)
 
     def read(self, data: bytes, weights: str) -> Parcel:
         """The checkpoint in some bytes; any thread may ask. Raises CheckpointRefused."""

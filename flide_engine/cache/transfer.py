@@ -48,10 +48,10 @@ class Parcel:
 
 
 def take_out(
-    pool: Pool, tenant: str, name: str, tokens: Ints, pages: Ints, slot: int, weights: str,
+    pool: Pool, tenant: str, name: str, tokens: Ints, pages: Ints, slot: int,
     anchor: str = "", pinned: bool = False, unused_s: float = 0.0,
-) -> bytes:  # fmt: skip
-    """The bytes of a checkpoint in a pool. weights: hash of the weights it was computed with."""
+) -> Parcel:  # fmt: skip
+    """A checkpoint in a pool, copied to the host."""
     pool.beside.join()  # it may be on its way to the device
     at = torch.from_numpy(pool.places(pages)).long().to(pool.device)
     tensors = {
@@ -59,18 +59,27 @@ def take_out(
         "values": pool.tensors.values[:, at],
         "recurrent_state": pool.tensors.recurrent_state[:, slot],
         "conv_state": pool.tensors.conv_state[:, slot],
-        "tokens": torch.from_numpy(tokens.copy()),
     }
-    tensors = {k: v.cpu().contiguous() for k, v in tensors.items()}
+    # copies in any case: on a CPU some of these are views of what the next round writes
+    copied = {k: v.to("cpu", copy=True).contiguous() for k, v in tensors.items()}
+    return Parcel(tenant, name, anchor, tokens.copy(), copied, pinned, max(unused_s, 0.0))
+
+
+def write(parcel: Parcel, pool: Pool, weights: str) -> bytes:
+    """A parcel's bytes. pool: of its layout. weights: hash of the weights it was computed with.
+
+    Hashing and copying hundreds of megabytes takes a good part of a second: any thread may do it.
+    """
+    tensors = {**parcel.tensors, "tokens": torch.from_numpy(parcel.tokens)}
     header = {
         "format": FORMAT,
         "weights": weights,
         "layout": _layout(pool),
-        "tenant": tenant,
-        "name": name,
-        "anchor": anchor,
-        "pinned": "yes" if pinned else "",
-        "unused_s": f"{max(unused_s, 0.0):.3f}",
+        "tenant": parcel.tenant,
+        "name": parcel.name,
+        "anchor": parcel.anchor,
+        "pinned": "yes" if parcel.pinned else "",
+        "unused_s": f"{parcel.unused_s:.3f}",
         "checksum": _checksum(tensors),
     }
     return bytes(save(tensors, metadata=header))

@@ -50,7 +50,8 @@ def test_a_copy_that_the_device_has_got_meanwhile_takes_nothing(tmp_path: Path) 
     assert machine.run(machine.ask(TEXT, "run")) == len(TEXT)
     (here,) = machine.checkpoints.index
     used = here.used
-    data = states.export_leaf(leaf, "weights")
+    parcel = states.copied_leaf(leaf)
+    data = parcel and states.write(parcel, "weights")
     assert data is not None
     assert read(data, machine.pool, "weights").position == len(TEXT)
     assert list(machine.checkpoints.index) == [here]
@@ -83,7 +84,8 @@ def parcel_of(machine: Machine) -> bytes:
     """The machine's state for another engine."""
     states = states_of(machine)
     (leaf,) = states.leaves()
-    data = states.export_leaf(leaf, "weights")
+    parcel = states.copied_leaf(leaf)
+    data = parcel and states.write(parcel, "weights")
     assert data is not None
     machine.checkpoints.drop_all()
     return data

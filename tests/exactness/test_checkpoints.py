@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from flide_engine import DecisionResponse, Engine, EngineConfig
+from flide_engine.cache import transfer
 from flide_engine.errors import CheckpointRefused
 
 TOLERANCE = 5e-6
@@ -207,6 +209,24 @@ def test_another_process_resumes_from_an_export(engine: Engine, plain: Engine) -
         assert held.page_bytes_held == held.slot_bytes_held == 0
     finally:
         other.close()
+
+
+def test_parcels_are_written_beside_the_rounds(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the copy to the host is made between two of them; hashing is the caller's time."""
+    engine.submit(ask("A tale. " + "".join(LINES[:20]), NOUL), name="x").result(60)
+    threads, checksum = [], transfer._checksum
+
+    def seen(tensors: dict[str, Any]) -> str:
+        threads.append(threading.current_thread())
+        return checksum(tensors)
+
+    monkeypatch.setattr(transfer, "_checksum", seen)
+    parcels = engine.export_state("x")
+    (leaf,) = engine.leaves()
+    assert engine.export_leaf(leaf)  # not byte for byte: it tells when it was last used
+    assert threads == [threading.current_thread()] * (len(parcels) + 1)
 
 
 def test_foreign_and_damaged_parcels_are_refused(engine: Engine, checkpoint: Path) -> None:
