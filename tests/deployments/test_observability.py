@@ -140,7 +140,7 @@ def watched(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> I
     hashes = {name: key_hash(key) for name, key in KEYS.items()}
     words = (
         "num_replicas=auto", "max_replicas=2", "agents_per_replica=1", "cpus_per_replica=0.1",
-        "downscale_delay_s=600", "routing_stats_period_s=1",
+        "downscale_delay_s=600", "routing_stats_period_s=1", "max_round_tokens=1024",
         f"api_key_sha256={','.join(hashes.values())}",
         f"tenant_names=acme={hashes['acme']}", "log_encoding=JSON", "log_level=DEBUG",
     )  # fmt: skip
