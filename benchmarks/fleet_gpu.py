@@ -75,6 +75,7 @@ class Run:
                 shape=args.model,
                 tolerance=0.0 if self._cuda else TOLERANCE,
                 processes=min(8, cores // 2) if self._cuda else 1,
+                ramp_s=args.ramp,
             )
             for variant, answers in enumerate(told)
         ]
@@ -170,6 +171,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--p99-ms", type=float, default=500, help="objective of the mixed workload")
     parser.add_argument("--agents", type=int, default=SIZES["gpu"].agents)
     parser.add_argument("--steps", type=int, default=SIZES["gpu"].steps)
+    parser.add_argument("--ramp", type=float, default=8, help="seconds in which agents begin")
     parser.add_argument("--gateways", type=int, help="two for each GPU, if not given")
     parser.add_argument("--option", nargs="*", default=[], metavar="NAME=VALUE")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of workload files")

@@ -61,8 +61,11 @@ class Seen:
 class Asker:
     """Some of the callers; an actor of Ray."""
 
-    def __init__(self, url: str, everyone: Sequence[Caller], deadline_s: float) -> None:
-        """url: of the Gateways. deadline_s: of each request."""
+    def __init__(
+        self, url: str, everyone: Sequence[Caller], deadline_s: float, ramp_s: float
+    ) -> None:
+        """As for `Asking`."""
+        self._ramp_s = ramp_s
         self._url, self._callers = url + "/v1/systemone", everyone
         self._client = DecisionClient(timeout=deadline_s)
         self._deadline_s = deadline_s
@@ -71,7 +74,7 @@ class Asker:
 
     async def run(self, start: int, stop: int) -> None:
         """Every caller asks its requests `start` to `stop` in its own order, all at the same time;
-        returns when all are answered.
+        the first ones begin one after the other. Returns when all are answered.
         """
         timeout = aiohttp.ClientTimeout(total=self._deadline_s)
         connector = aiohttp.TCPConnector(limit=0)
@@ -81,6 +84,7 @@ class Asker:
         ):
             for caller in self._callers:
                 group.create_task(self._caller(http, caller, start, stop))
+                await asyncio.sleep(0.0 if start else self._ramp_s / len(self._callers))
 
     async def answered(self) -> int:
         """How many answers have come so far."""
@@ -133,15 +137,22 @@ class Asking:
     """Callers that so many processes share. Ends them at the end of a `with` block."""
 
     def __init__(
-        self, url: str, everyone: Sequence[Caller], processes: int, deadline_s: float
+        self,
+        url: str,
+        everyone: Sequence[Caller],
+        processes: int,
+        deadline_s: float,
+        ramp_s: float = 0.0,
     ) -> None:
-        """url: of the Gateways. deadline_s: of each request."""
+        """url: of the Gateways. deadline_s: of each request. ramp_s: seconds over which callers
+        begin; 0: all at once.
+        """
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(Asker)
         # neighbours ask by different ways: each process has callers of both
         pairs = [everyone[i : i + 2] for i in range(0, len(everyone), 2)]
         parts = [[c for pair in pairs[i::processes] for c in pair] for i in range(processes)]
-        self._askers = [actor.remote(url, part, deadline_s) for part in parts if part]
+        self._askers = [actor.remote(url, part, deadline_s, ramp_s) for part in parts if part]
         self._running: list[Any] = []
 
     def __enter__(self) -> "Asking":

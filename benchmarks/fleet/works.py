@@ -50,7 +50,8 @@ class Asked:
 
     size: its name. engine: options of each replica's engine, app: other arguments of the app.
     shape: the model's name in rows, if `engine` has a folder. tolerance: of probabilities, 0 where
-    bits are promised. processes: of callers. deadline_s: of each request.
+    bits are promised. processes: of callers. deadline_s: of each request. ramp_s:
+    seconds over which callers begin.
     """
 
     size: str
@@ -62,6 +63,7 @@ class Asked:
     tolerance: float = TOLERANCE
     processes: int = 1
     deadline_s: float = 60.0
+    ramp_s: float = 0.0
 
     @property
     def requests(self) -> int:
@@ -70,7 +72,7 @@ class Asked:
 
     def asking(self, fleet: Fleet) -> Asking:
         """The callers, ready to ask."""
-        return Asking(fleet.url, self.callers, self.processes, self.deadline_s)
+        return Asking(fleet.url, self.callers, self.processes, self.deadline_s, self.ramp_s)
 
 
 def trajectory_replay(asked: Asked, nodes: Nodes, count: int, **args: Any) -> Row:
@@ -213,6 +215,7 @@ def row_of(work: str, asked: Asked, seen: Seen, count: int) -> Row:
         "gateways": app(asked).gateway_replicas,
         "callers": len(asked.callers),
         "requests": asked.requests,
+        "ramp_s": asked.ramp_s,
         "failed": len(seen.failed),
         "changed": len(changed),
         "largest_difference": float(f"{max(differences.values(), default=0.0):.2g}"),

@@ -1,7 +1,7 @@
 """Two machines and a laptop on this one: namespaces with networks, processes, homes of their own.
 
-Needs root, `unshare`, `ip` and OpenSSH's server. A machine has this one's disk, but its own home
-and `/tmp`; `ray stop` ends the processes of its machine only.
+Needs root, `unshare` and `ip`; several need OpenSSH's server, too. A machine has this one's disk,
+but its own home and `/tmp`; `ray stop` ends the processes of its machine only.
 """
 
 import os
@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 SSHD = Path("/usr/sbin/sshd")
-TOOLS = ("unshare", "nsenter", "ip", "ssh", "ssh-keygen", "rsync")
+TOOLS, TOOLS_OF_SSH = ("unshare", "nsenter", "ip"), ("ssh", "ssh-keygen", "rsync")
 
 HOME = "/mnt"
 """Root's home on a machine; Python may be installed in root's real one."""
@@ -36,8 +36,13 @@ exec sleep infinity
 
 
 def can_be_made() -> bool:
-    """Whether this machine can hold them."""
-    return os.geteuid() == 0 and SSHD.is_file() and all(map(shutil.which, TOOLS))
+    """Whether this machine can hold one."""
+    return os.geteuid() == 0 and all(map(shutil.which, TOOLS))
+
+
+def can_be_reached() -> bool:
+    """Whether it can hold several that reach each other by SSH."""
+    return can_be_made() and SSHD.is_file() and all(map(shutil.which, TOOLS_OF_SSH))
 
 
 class Machine:

@@ -12,7 +12,7 @@ from tests.deployments.machines import can_be_made, machine
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
-    pytest.mark.skipif(not can_be_made(), reason="needs root, namespaces, rsync and sshd"),
+    pytest.mark.skipif(not can_be_made(), reason="needs root and namespaces"),
 ]
 
 

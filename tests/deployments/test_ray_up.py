@@ -15,7 +15,7 @@ import yaml
 from tests.deployments.conftest import ROOT
 from tests.deployments.machines import (
     Machine,
-    can_be_made,
+    can_be_reached,
     laptop_and_machines,
     prepare_environment,
 )
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not can_be_made(), reason="needs root, namespaces, rsync and sshd"),
+    pytest.mark.skipif(not can_be_reached(), reason="needs root, namespaces, rsync and sshd"),
 ]
 
 SUBNET = "10.77.0"

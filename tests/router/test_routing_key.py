@@ -111,7 +111,7 @@ def test_a_session_id_replaces_the_chain() -> None:
     "request_",
     [None, 7, "text", {}, {"state": None}, {"state": 3}, {"state": {"x": object()}},
      {"state": "\ud800"}, {"state": [{"role": "user", "content": {1, 2}}]}],
-    ids=str,
+    ids=("none", "number", "text", "empty", "no state", "state 3", "object", "surrogate", "set"),
 )  # fmt: skip
 def test_what_is_no_request_gets_a_key_all_the_same(request_: object) -> None:
     """The engine refuses it, the router does not."""
