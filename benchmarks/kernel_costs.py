@@ -205,7 +205,7 @@ KERNELS: dict[str, Callable[[Arguments, Round], Cost]] = {
     "_add_rms_norm_kernel": add_rms_norm,
     "_swiglu_kernel": swiglu,
     "_project_kernel": project_kernel,
-    "_attention_kernel": attention_kernel,
+    "attention_kernel": attention_kernel,
     "conv_kernel": conv_kernel,
     "prep_kernel": prep_kernel,
     "state_kernel": state_kernel,
