@@ -23,6 +23,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+AUTH = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
+
+
+def pytest_collection_finish() -> None:
+    """Importing the benchmarks of fleets sets these, for clusters of their own processes."""
+    for name, value in AUTH.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,8 @@ import pytest
 from flide_engine.config import GRAIN
 from tests.deployments.conftest import ROOT
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+# two minutes on two cores, which is a seventh of all other tests together
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 DATA = ROOT.parent / "shared" / "workloads"
 
