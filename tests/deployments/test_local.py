@@ -59,6 +59,7 @@ def test_nan_is_a_typed_error_and_the_server_goes_on(keyed: Served) -> None:
     assert httpx.post(f"{keyed.url}/v1/systemone", json=ASK).status_code == 401
 
 
+@pytest.mark.slow
 def test_the_cluster_asks_for_its_token(keyed: Served) -> None:
     """Who has none does not get in, on this machine either."""
     join = f"import ray; ray.init({keyed.address!r}); print('joined')"

@@ -99,6 +99,7 @@ def test_a_fleet_sleeps_and_is_woken_by_every_way(fleet: Fleet) -> None:
     assert fleet.post(10_000).status_code == 200
 
 
+@pytest.mark.slow
 def test_handles_wake_a_fleet(fleet: Fleet) -> None:
     """A client by what it waits for, in calls that block or not; every way at once is answered."""
     fleet.wait_for(0)
