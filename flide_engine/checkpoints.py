@@ -140,13 +140,14 @@ class Checkpoints:
             self.version += 1
 
     def trust(self, work: RequestWork) -> None:
-        """What work left since it was asked last came with values that are finite: it may leave the
-        device. If it was done again without its checkpoint, that one is forgotten.
+        """All of work's values are finite, and so is what it left, which may leave the device now:
+        pieces that read nothing tell nothing. If it was done again without its checkpoint, that one
+        is forgotten.
         """
         if self._tiers is not None:
             self._to_copy.extend(work.kept)
         work.kept.clear()
-        if work.suspect is not None and work.at == len(work.steps) - 1:
+        if work.suspect is not None:
             log.error(
                 "a checkpoint of %d tokens gave values that are not finite, and is forgotten",
                 work.suspect.position,

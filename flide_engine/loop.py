@@ -367,13 +367,13 @@ class RoundLoop:
             self._drop(list(work.anchors.values()))
             self._checkpoints.distrust(work)
         else:
-            self._checkpoints.trust(work)
             work.at += 1
             self._drop(work.spent_anchors())
         if not work.is_done:
             with self._changed:
                 self._scheduler.put_back([work])
             return
+        self._checkpoints.trust(work)
         work.log(log.debug, "computed, %d tokens reused; seconds: %s", work.reused, work.times)
         self._end(work, None)
         self._done(work)

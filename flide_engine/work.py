@@ -58,7 +58,7 @@ class RequestWork:
     of the index it was planned with, limit: tokens of a piece it was planned with. alone: it
     shares no round. raw: values are wanted of it, not answers. fault: why it cannot be planned.
     loaded: a checkpoint of its state that was found on disk, until it is planned. kept:
-    checkpoints left by its last step. reused: tokens that its checkpoint saved. suspect: a
+    checkpoints it left. reused: tokens that its checkpoint saved. suspect: a
     checkpoint from which it had values that are not finite, so that it is done again without.
     cut: limit and start that its pieces are made for. times: seconds by stage so far; since:
     when the present one began. context: its caller's.

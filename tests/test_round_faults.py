@@ -213,6 +213,15 @@ def test_a_question_at_fault_costs_its_state_nothing(poisoned: Path) -> None:
         assert engine.decide(ask(state)).usage.x_reused_tokens == max(before)
 
 
+def test_a_long_state_at_fault_leaves_nothing(poisoned: Path) -> None:
+    """Its first pieces read nothing: what they left is sound only if the last one's values are."""
+    with engine_of(model=str(poisoned), max_round_tokens=256, host_bytes=1 << 26) as engine:
+        with pytest.raises(NonFiniteOutput):
+            engine.decide(ask(f"A report {POISON}. " + "all is well. " * 200))
+        assert engine.counters().rounds > 2
+        assert engine.checkpoint_counts() == {"device": 0, "host": 0}
+
+
 def least_pool(**limits: Any) -> int:
     """Bytes of the smallest pool that an engine takes."""
     try:
