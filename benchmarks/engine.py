@@ -158,6 +158,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, nargs="*", default=[16, 64])
     parser.add_argument("--seconds", type=float, default=4)
     parser.add_argument("--pool-gib", type=float, default=24)
+    parser.add_argument("--round-tokens", type=int, default=8192, help="of ours, at most")
     parser.add_argument("--profile", nargs="*", default=[], metavar="WORK")
     parser.add_argument("--host", nargs="*", default=[], metavar="WORK")
     parser.add_argument("--check", nargs="*", default=[], metavar="WORK")
@@ -170,7 +171,8 @@ def main() -> None:
     """Measures one shape."""
     args = parsed()
     weights, cached = str(weights_folder(args.shape, args.weights)), cached_kernels()
-    ours = {"weights": weights, "pool_gib": args.pool_gib, "config": {"dtype": "bfloat16"}}
+    config = {"dtype": "bfloat16", "max_round_tokens": args.round_tokens}
+    ours = {"weights": weights, "pool_gib": args.pool_gib, "config": config}
     workers = [Worker("floor", args.shape, [])]
     workers += [Worker("ours", args.shape, [], mode, **ours) for mode in args.modes]
     if args.ablations:

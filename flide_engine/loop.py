@@ -23,7 +23,7 @@ from flide_engine.errors import (
 )
 from flide_engine.layout.plan import Anchor
 from flide_engine.layout.stream import Job
-from flide_engine.readout import Asked, check_finite
+from flide_engine.readout import Asked, check_finite, is_finite
 from flide_engine.rounds import Piece, Place, Round, build_round
 from flide_engine.runner import Runner, Started
 from flide_engine.scheduler import Scheduler
@@ -342,13 +342,14 @@ class RoundLoop:
         for work in under_way.works:
             work.passed("device", now)
         faults: dict[RequestWork, EngineError] = {}
+        every, finite = under_way.started.asked.values(logits, hidden), is_finite(logits, hidden)
         for piece, place in zip(under_way.pieces, under_way.places, strict=True):
             work = piece.work
             indices = work.reads(piece.index)
-            asked = under_way.started.asked
-            values = [asked.value(place.first + i, logits, hidden) for i in range(len(indices))]
+            values = every[place.first : place.first + len(indices)]
             try:
-                check_finite([work.rendered.reads[i] for i in indices], values)
+                if not finite:
+                    check_finite([work.rendered.reads[i] for i in indices], values)
             except EngineError as error:
                 # who keeps the error must not keep its frames, and with them the round's requests
                 faults.setdefault(work, error.with_traceback(None))

@@ -30,6 +30,12 @@ class Asked:
     @classmethod
     def of(cls, reads: Sequence[Read]) -> Self:
         """Of a round's reads, in their order."""
+        same = reads[0].head_rows if reads else None
+        if same is not None and all(read.head_rows is same for read in reads):
+            each, count = len(same), len(reads)
+            numbers = np.repeat(np.arange(count, dtype=np.int32), each)
+            ends = np.arange(each, each * count + 1, each, dtype=np.int32)
+            return cls(numbers, np.tile(same, count), ends, False)
         rows = [np.zeros(0, np.int32) if r.head_rows is None else r.head_rows for r in reads]
         counts = [len(r) for r in rows]
         return cls(
@@ -45,22 +51,28 @@ class Asked:
         none = np.zeros(0, np.int32)
         return cls(none, none, np.zeros(reads, np.int32), True)
 
-    def value(self, read: int, logits: Floats, hidden: Floats | None) -> Floats:
-        """A read's logits [k] out of all `logits` [K], or its vector out of `hidden` [R, H]."""
-        first = int(self.ends[read - 1]) if read else 0
-        stop = int(self.ends[read])
-        if stop > first:
-            return logits[first:stop]
-        assert hidden is not None, "vectors were asked for"
-        vector: Floats = hidden[read]
-        return vector
+    def values(self, logits: Floats, hidden: Floats | None) -> list[Floats]:
+        """Of each read its logits [k] out of all `logits` [K], or its vector out of `hidden`
+        [R, H].
+        """
+        found, first = [], 0
+        for read, stop in enumerate(self.ends.tolist()):
+            if stop > first:
+                found.append(logits[first:stop])
+            else:
+                assert hidden is not None, "vectors were asked for"
+                found.append(hidden[read])
+            first = stop
+        return found
+
+
+def is_finite(logits: Floats, hidden: Floats | None) -> bool:
+    """Whether all of a round's logits and vectors are."""
+    return bool(np.isfinite(logits).all() and (hidden is None or np.isfinite(hidden).all()))
 
 
 def check_finite(reads: Sequence[Read], values: Sequence[Floats]) -> None:
     """Raises NonFiniteOutput naming the first read whose value is not finite."""
-    # a sum is finite only if all of it is; one that overflows is looked at in full
-    if values and np.isfinite(sum(float(value.sum()) for value in values)):
-        return
     for read, value in zip(reads, values, strict=True):
         if not np.isfinite(value).all():
             raise NonFiniteOutput(read.about)

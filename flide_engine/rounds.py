@@ -118,6 +118,4 @@ def _wanted(piece: Piece, last: int) -> list[int]:
 
 def _node_at(forest: Forest, leaf: int, position: int) -> int:
     """The node on a leaf's path that computes the token before `position`."""
-    return next(
-        n for n in forest.path(leaf) if forest.nodes[n].start < position <= forest.nodes[n].end
-    )
+    return next(n for n in forest.path(leaf) if forest.starts[n] < position <= forest.ends[n])

@@ -44,8 +44,8 @@ class Runner:
         layout = lay_out(jobs, self.fork)
         pages, slots = self._pool.take(layout.num_pages, layout.num_slots)
         try:
-            plan, checkpoints = layout.bind(pages, slots)
-            pending = self.executor.start(self._pool.placed(plan), asked)
+            plan, checkpoints = layout.bind(pages, slots, self._pool.page_places)
+            pending = self.executor.start(plan, asked)
             for anchor in (a for marks in checkpoints for a in marks):
                 self.hold(anchor)
         finally:

@@ -61,7 +61,8 @@ class RequestWork:
     checkpoints it left. reused: tokens that its checkpoint saved. suspect: a
     checkpoint from which it had values that are not finite, so that it is done again without.
     cut: limit and start that its pieces are made for. times: seconds by stage so far; since:
-    when the present one began. context: its caller's.
+    when the present one began. by_prompt: its reads of each prompt, once they are looked for.
+    context: its caller's.
     """
 
     rendered: Rendered
@@ -91,6 +92,7 @@ class RequestWork:
     kept: list[Checkpoint] = field(default_factory=list)
     suspect: Checkpoint | None = None
     cut: tuple[int, int] | None = None
+    by_prompt: dict[int, list[int]] = field(default_factory=dict, repr=False)
     context: Context = field(default_factory=copy_context, repr=False)
 
     def log(self, say: Callable[..., None], message: str, *args: object) -> None:
@@ -217,11 +219,10 @@ class RequestWork:
         replay = self.replays[piece]
         if replay.stop is not None:
             return []
-        every = enumerate(self.rendered.reads)
-        by_prompt: dict[int, list[int]] = {}
-        for i, read in every:
-            by_prompt.setdefault(read.prompt, []).append(i)
-        return [i for p in replay.prompts for i in by_prompt.get(p, [])]
+        if not self.by_prompt:
+            for i, read in enumerate(self.rendered.reads):
+                self.by_prompt.setdefault(read.prompt, []).append(i)
+        return [i for p in replay.prompts for i in self.by_prompt.get(p, ())]
 
     def spent_anchors(self) -> list[Anchor]:
         """Checkpoints that no piece to come resumes from; they are the caller's to drop."""

@@ -112,7 +112,7 @@ def _recorded(
         return total, normed
 
     try:
-        plan = pool.placed(layout.bind(pages, slots)[0])
+        plan = layout.bind(pages, slots, pool.page_places)[0]
         twin = copy(model)
         twin.ops = replace(model.ops, add_rms_norm=record)
         twin.forward(_on_device(plan, executor, pool.device), pool.tensors)

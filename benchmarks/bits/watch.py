@@ -208,7 +208,7 @@ class Watched:
         collect(under_way)
 
     def _look(self, under_way: Round, jobs: Sequence[Job]) -> None:
-        logits, hidden = under_way.started.pending.wait()
+        values = under_way.started.asked.values(*under_way.started.pending.wait())
         pairs = [
             (piece, place)
             for piece, place in zip(under_way.pieces, under_way.places, strict=True)
@@ -225,8 +225,7 @@ class Watched:
                 paths.add("three levels and more")
             for at, index in enumerate(work.reads(piece.index)):
                 prompt, read = work.rendered.prompts[index], place.first + at
-                got = under_way.started.asked.value(read, logits, hidden)
-                if same_bits(got, self._expected[prompt.tobytes()]):
+                if same_bits(values[read], self._expected[prompt.tobytes()]):
                     continue
                 if len(self.differing) + len(self._where) < LOOKED_INTO:
                     self._where[id(work), index] = first_difference(

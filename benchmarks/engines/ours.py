@@ -27,7 +27,7 @@ from flide_engine.models.registry import load_model
 from flide_engine.readout import Asked
 from flide_engine.work import RequestWork
 
-ROUND = 8192
+ROUND_TOKENS = 8192
 
 
 def as_rendered(asked: TokenRequest) -> Rendered:
@@ -48,11 +48,12 @@ class Ours(Agents):
         self._texts, self.weights = Path(texts) if texts else None, Path(weights)
         config = {
             "keep_checkpoints": False,
-            "max_round_tokens": ROUND,
+            "max_round_tokens": ROUND_TOKENS,
             "max_queued_tokens": 10**9,
             "max_queue_ms": 10**9,
             **config,
         }
+        self.round_tokens = config["max_round_tokens"]
         pool = int(pool_gib * 2**30)
         self.engine = Engine(EngineConfig(model=weights, pool_bytes=pool, **config))
         self._loop, self._checkpoints = self.engine._loop, self.engine._checkpoints
@@ -70,7 +71,7 @@ class Ours(Agents):
         asked = self.rendered(work, 0)
         layout = lay_out([Job(build_forest(asked.prompts))])
         pages, slots = self.pool.take(layout.num_pages, layout.num_slots)
-        plan = self.pool.placed(layout.bind(pages, slots)[0])
+        plan = layout.bind(pages, slots, self.pool.page_places)[0]
         self.pool.pages.release(pages)
         self.pool.slots.release(slots)
         return plan, Asked.of(asked.reads)
@@ -96,10 +97,10 @@ class Ours(Agents):
             for i, r in enumerate(requests)
         ]
         for work in waiting:
-            self._checkpoints.plan(work, ROUND)
+            self._checkpoints.plan(work, self.round_tokens)
         while waiting:
             taken: list[RequestWork] = []
-            room = ROUND
+            room = self.round_tokens
             while len(taken) < len(waiting) and waiting[len(taken)].tokens <= room:
                 room -= waiting[len(taken)].tokens
                 taken.append(waiting[len(taken)])

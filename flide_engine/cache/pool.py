@@ -8,10 +8,10 @@ The memory is rows of a unit each (`cache/arena.py`). A page is one row: the key
 layers, then their values. A slot is a run of rows: the recurrent states of all layers, then their
 convolution rows. Kernels address both through views of the whole memory whose strides are a unit
 and a run: nothing is copied, and a captured graph may hold the views for ever. Numbers of slots are
-places; a page's place may change between rounds, so a round's plan is given places (`placed`).
+places; a page's place may change between rounds, so a round's plan is given places.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -21,7 +21,6 @@ from flide_engine.cache.arena import Arena, Held, Ints
 from flide_engine.cache.beside import Beside, beside_rounds
 from flide_engine.cache.rows import move_rows
 from flide_engine.config import GRAIN
-from flide_engine.layout.plan import RoundPlan
 from flide_engine.layout.state_shape import STATE_ITEMSIZE, StateShape
 
 
@@ -161,15 +160,14 @@ class Pool:
             move_rows(self.rows, taken.targets, self.rows, taken.sources)
         return taken.pages, taken.slots
 
-    def places(self, pages: Ints) -> Ints:
-        """Rows of memory where some pages are now: their numbers in `tensors`."""
-        return self._arena.places[pages]
+    @property
+    def page_places(self) -> Ints:
+        """By number of a page, the row of memory where it is now: its number in `tensors`."""
+        return self._arena.places
 
-    def placed(self, plan: RoundPlan) -> RoundPlan:
-        """A plan whose page numbers are places."""
-        return replace(
-            plan, pages=self.places(plan.pages), write_pages=self.places(plan.write_pages)
-        )
+    def places(self, pages: Ints) -> Ints:
+        """Where some pages are."""
+        return self.page_places[pages]
 
     def page_bytes(self, pages: Ints) -> Tensor:
         """Contents of some pages: [n, bytes of a page] uint8 on the pool's device."""

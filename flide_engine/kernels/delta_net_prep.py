@@ -57,14 +57,12 @@ def _store_conv_rows(stream, stride, slot, rows, channel, channels: tl.constexpr
 
 
 @triton.jit
-def _gates(gates, there, a_log, dt_bias, HV: tl.constexpr):
+def _gates(b, x, there, a_log, dt_bias):
     """Cumulative log2 decay, its end, and beta of 64 positions; neutral where there is none."""
-    b = tl.load(gates, mask=there, other=0.0).to(tl.float32)
-    x = tl.load(gates + HV, mask=there, other=0.0).to(tl.float32)
-    x += tl.load(dt_bias).to(tl.float32)
+    x = x.to(tl.float32) + tl.load(dt_bias).to(tl.float32)
     softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
     g = tl.where(there, -tl.exp(tl.load(a_log).to(tl.float32)) * softplus, 0.0) * LOG2_E
-    beta = tl.where(there, 1.0 / (1.0 + tl.exp(-b)), 0.0)
+    beta = tl.where(there, 1.0 / (1.0 + tl.exp(-b.to(tl.float32))), 0.0)
     return tl.cumsum(g, 0), tl.sum(g, 0), beta
 
 
@@ -114,30 +112,36 @@ def prep_kernel(
     kind = k_out.dtype.element_ty
     j = tl.arange(0, 64)
     d = tl.arange(0, BD)  # a part of a head at a time: fewer registers, more programs at once
-    for task in range(tl.program_id(0), tl.load(counts + count_at) * HV, tl.num_programs(0)):
+    tasks = tl.load(counts + count_at) * HV
+    begin = tl.program_id(0)
+    row = tl.load(chunk_rows + begin // HV * 64 + j, mask=begin < tasks, other=-1).to(tl.int64)
+    for task in range(begin, tasks, tl.num_programs(0)):
         c = task // HV
         hv = task % HV
         at = (c * HV + hv).to(tl.int64)
-        row = tl.load(chunk_rows + c * 64 + j).to(tl.int64)
+        # the next one's, so that nobody waits for them
+        follower = task + tl.num_programs(0)
+        coming = tl.load(chunk_rows + follower // HV * 64 + j, mask=follower < tasks, other=-1)
         there = row >= 0
-        total, end, beta = _gates(
-            stream + row * stride + channels + HV * DV + hv, there, a_log + hv, dt_bias + hv, HV
-        )
-        tl.store(total_out + at * 64 + j, total)
-        tl.store(decay_out + at, tl.exp2(end))
+        gates = stream + row * stride + channels + HV * DV + hv
+        b = tl.load(gates, mask=there, other=0.0)
+        x = tl.load(gates + HV, mask=there, other=0.0)
         keys = mixed + (row * channels)[:, None] + ((HK + hv // ratio) * DK + d)[None, :]
         key = (at * 64 + j[:, None]) * DK + d[None, :]
         kk = tl.zeros([64, 64], tl.float32)
         for part in range(0, DK, BD):
             k = tl.load(keys + part, mask=there[:, None], other=0.0)
             kk = tl.dot(k, tl.trans(k), kk, input_precision=product)
-            decayed = (k.to(tl.float32) * tl.exp2(end - total)[:, None]).to(kind)
-            tl.store(k_out + key + part, decayed)
+        total, end, beta = _gates(b, x, there, a_log + hv, dt_bias + hv)
+        tl.store(total_out + at * 64 + j, total)
+        tl.store(decay_out + at, tl.exp2(end))
         below = j[:, None] > j[None, :]
         decay = tl.exp2(tl.where(below, total[:, None] - total[None, :], float("-inf")))
         x = _inverse(kk * decay * beta[:, None], j, product).to(kind)
         for part in range(0, DK, BD):
             k = tl.load(keys + part, mask=there[:, None], other=0.0).to(tl.float32)
+            decayed = (k * tl.exp2(end - total)[:, None]).to(kind)
+            tl.store(k_out + key + part, decayed)
             scaled = (k * (beta * tl.exp2(total))[:, None]).to(kind)
             tl.store(w_out + key + part, tl.dot(x, scaled, input_precision=product).to(kind))
         values = mixed + (row * channels)[:, None] + (2 * HK * DK + hv * DV + d)[None, :]
@@ -158,6 +162,7 @@ def prep_kernel(
             for part in range(0, DV, BD):
                 v_channel = 2 * HK * DK + hv * DV + part + d
                 _store_conv_rows(stream, stride, kept, rows, v_channel, channels)
+        row = coming.to(tl.int64)
     _round_resumed(state, resumed, tl.load(counts + resumed_at), passed, HV, DK, DV, BD, SLOT)
 
 

@@ -283,8 +283,19 @@ def put_numbers(coded: Ints, numbers: Ints) -> Ints:
 
 
 @compiled
-def write_positions(starts: Ints, cu_seqlens: Ints, out: Ints) -> None:
-    """Chain position of each row."""
-    for n in range(len(starts)):
-        for row in range(cu_seqlens[n], cu_seqlens[n + 1]):
-            out[row] = starts[n] + row - cu_seqlens[n]
+def write_rows_of(
+    texts: Ints, order: Ints, starts: Ints, cu_seqlens: Ints, tokens: Ints, positions: Ints
+) -> None:
+    """Token and chain position of each row. texts: tokens of all nodes, in their former order."""
+    firsts = np.empty(len(order), np.int32)
+    for n in range(len(order)):
+        firsts[order[n]] = cu_seqlens[n + 1] - cu_seqlens[n]
+    at = 0
+    for i in range(len(order)):
+        size, firsts[i] = firsts[i], at
+        at += size
+    for n in range(len(order)):
+        low, first = cu_seqlens[n], firsts[order[n]]
+        for i in range(cu_seqlens[n + 1] - low):
+            tokens[low + i] = texts[first + i]
+            positions[low + i] = starts[n] + i

@@ -18,7 +18,7 @@ from flide_engine.layout.lookups import (
     arrange,
     look_up,
     put_numbers,
-    write_positions,
+    write_rows_of,
 )
 from flide_engine.layout.plan import Anchor, Ints, Mark, RoundPlan
 from flide_engine.layout.tree import Forest, Node
@@ -56,15 +56,21 @@ class Layout:
     mark_slots: Ints
     mark_pages: Ints
 
-    def bind(self, pages: Ints, slots: Ints) -> tuple[RoundPlan, tuple[tuple[Anchor, ...], ...]]:
+    def bind(
+        self, pages: Ints, slots: Ints, places: Ints | None = None
+    ) -> tuple[RoundPlan, tuple[tuple[Anchor, ...], ...]]:
         """The plan with the pool's `pages` [num_pages] and `slots` [num_slots], and each job's
         checkpoints.
+
+        places: where the page of each number is in memory now, which is what the plan then says;
+        the checkpoints keep the numbers.
         """
+        listed = put_numbers(self.arrays["pages"], pages)
         plan = RoundPlan(
             **self.arrays
             | {
-                "pages": put_numbers(self.arrays["pages"], pages),
-                "write_pages": pages,
+                "pages": listed if places is None else places[listed],
+                "write_pages": pages if places is None else places[pages],
                 "store_slots": slots,
                 "initial_slots": put_numbers(self.arrays["initial_slots"], slots),
             }
@@ -83,8 +89,8 @@ class Layout:
         return plan, tuple(anchors)
 
 
-def _at_grains(forest: Forest) -> list[Node]:
-    """The forest's nodes, each starting at the grain before it and carrying its ancestors' tokens
+def _at_grains(forest: Forest) -> Forest:
+    """The forest, each node starting at the grain before it and carrying its ancestors' tokens
     since.
     """
     moved: list[Node] = []
@@ -96,7 +102,26 @@ def _at_grains(forest: Forest) -> list[Node]:
         chain = np.concatenate([forest.nodes[j].tokens for j in forest.path(i)])
         origin = forest.nodes[forest.path(i)[0]].start
         moved.append(Node(node.parent, first, chain[first - origin :]))
-    return moved
+    return Forest.of(moved, forest.leaves.tolist())
+
+
+def _joined(forests: Sequence[Forest]) -> tuple[Ints, Ints, list[int]]:
+    """Parent, start, end and forest of all nodes [4, N], their tokens one after the other, and the
+    first node of each forest.
+    """
+    offsets, nodes = [], 0
+    for forest in forests:
+        offsets.append(nodes)
+        nodes += len(forest.starts)
+    given = np.empty((4, nodes), np.int32)
+    for number, (forest, low) in enumerate(zip(forests, offsets, strict=True)):
+        here = given[:, low : low + len(forest.starts)]
+        here[0], here[1], here[2], here[3] = forest.parents, forest.starts, forest.ends, number
+        if low:
+            here[0, forest.parents >= 0] += low
+    if len(forests) == 1:
+        return given, forests[0].tokens, offsets
+    return given, np.concatenate([forest.tokens for forest in forests]), offsets
 
 
 def lay_out(jobs: Sequence[Job], fork: Fork = "token") -> Layout:
@@ -107,43 +132,36 @@ def lay_out(jobs: Sequence[Job], fork: Fork = "token") -> Layout:
 
     Raises ValueError if a mark lies outside its node or off the grain.
     """
-    texts: list[Node] = []
-    parents: list[int] = []
-    owners: list[int] = []
-    offsets: list[int] = []
-    for j, job in enumerate(jobs):
-        offset = len(texts)
-        own = _at_grains(job.forest) if fork == "grain" else job.forest.nodes
-        texts += own
-        offsets.append(offset)
-        parents += [n.parent + offset if n.parent >= 0 else -1 for n in own]
-        owners += [j] * len(own)
+    forests = [_at_grains(job.forest) if fork == "grain" else job.forest for job in jobs]
+    given, texts, offsets = _joined(forests)
     anchors = _anchors(jobs)
-    shape = [parents, [n.start for n in texts], [n.end for n in texts], owners]
-    given = np.array(shape, np.int32)
     stream = Stream(*arrange(given[0], given[1], given[2], given[3], anchors.positions))
     places, cu_seqlens = stream.places, stream.cu_seqlens
     marks = [
         (o + m.node, m.position) for o, job in zip(offsets, jobs, strict=True) for m in job.marks
     ]
     for node, position in marks:
-        _check_mark(texts[node], position)
+        _check_mark(int(given[1, node]), int(given[2, node]), position)
     marked = np.array(marks, np.int32).reshape(-1, 2)
     arrays = look_up(
         stream.nodes, anchors, places[marked[:, 0]], np.ascontiguousarray(marked[:, 1])
     )._asdict()
     mark_slots, mark_pages = arrays.pop("mark_slots"), arrays.pop("mark_pages")
     leaves = [
-        o + n for o, job in zip(offsets, jobs, strict=True) if job.reads for n in job.forest.leaves
-    ]
+        f.leaves + o for o, f, job in zip(offsets, forests, jobs, strict=True) if job.reads
+    ] or [_NOTHING]
+    rows = int(cu_seqlens[-1])
+    tokens, positions = np.empty((2, rows), np.int32)
+    write_rows_of(texts, stream.order, stream.nodes.starts, cu_seqlens, tokens, positions)
     arrays |= {
-        "num_rows": int(cu_seqlens[-1]),
+        "num_rows": rows,
         "cu_seqlens": cu_seqlens,
         "starts": stream.nodes.starts,
         "parents": stream.nodes.parents,
         "level_ends": stream.level_ends,
-        "read_rows": cu_seqlens[places[leaves] + 1] - 1,
-        **_rows([texts[i].tokens for i in stream.order], stream.nodes.starts, cu_seqlens),
+        "read_rows": cu_seqlens[places[np.concatenate(leaves)] + 1] - 1,
+        "tokens": tokens,
+        "positions": positions,
     }
     return Layout(
         len(arrays["write_rows"]),
@@ -173,15 +191,6 @@ def _anchors(jobs: Sequence[Job]) -> Anchors:
 _NOTHING = np.zeros(0, np.int32)
 
 
-def _check_mark(node: Node, position: int) -> None:
-    if position % GRAIN or not node.start < position <= node.end:
-        raise ValueError(
-            f"no checkpoint at {position} in a node of positions {node.start} to {node.end}"
-        )
-
-
-def _rows(texts: Sequence[Ints], starts: Ints, cu_seqlens: Ints) -> dict[str, Ints]:
-    tokens, positions = np.zeros((2, int(cu_seqlens[-1])), np.int32)
-    np.concatenate(texts, out=tokens)
-    write_positions(starts, cu_seqlens, positions)
-    return {"tokens": tokens, "positions": positions}
+def _check_mark(start: int, end: int, position: int) -> None:
+    if position % GRAIN or not start < position <= end:
+        raise ValueError(f"no checkpoint at {position} in a node of positions {start} to {end}")

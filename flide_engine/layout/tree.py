@@ -4,15 +4,22 @@ its own.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from flide_engine.layout.growing import grow
 
 Tokens = NDArray[np.int32]
 
 MAX_DEPTH = 4
 """Nodes on a path: an opening, a state, a group of questions, a question."""
+
+FLAT_TOKENS = 1024
+"""Prompts of more tokens than that on average are compared where they lie first, and then copied
+without what they all begin with: copying costs more than a call."""
 
 
 class Node(NamedTuple):
@@ -34,24 +41,49 @@ class Node(NamedTuple):
         return self.start + len(self.tokens)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Forest:
-    """Nodes, parents before children, and the leaf in which each prompt ends."""
+    """N nodes, parents before children, and the leaf in which each of P prompts ends.
 
-    nodes: tuple[Node, ...]
-    leaves: tuple[int, ...]
+    parents, starts, ends [N]: see `Node`. tokens [rows]: those of all nodes, one node after the
+    other. leaves [P]: node of each prompt's last token.
+    """
+
+    parents: Tokens
+    starts: Tokens
+    ends: Tokens
+    tokens: Tokens
+    leaves: Tokens
+
+    @classmethod
+    def of(cls, nodes: Sequence[Node], leaves: Sequence[int]) -> Self:
+        """From single nodes."""
+        shape = [[n.parent for n in nodes], [n.start for n in nodes], [n.end for n in nodes]]
+        parents, starts, ends = np.array(shape, np.int32)
+        tokens = np.concatenate([n.tokens for n in nodes])
+        return cls(parents, starts, ends, tokens, np.array(leaves, np.int32))
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """One by one."""
+        shape = zip(self.parents.tolist(), self.starts.tolist(), self.ends.tolist(), strict=True)
+        nodes, at = [], 0
+        for parent, start, end in shape:
+            nodes.append(Node(parent, start, self.tokens[at : at + end - start]))
+            at += end - start
+        return tuple(nodes)
 
     @property
     def num_tokens(self) -> int:
         """Rows that the forest takes in a stream."""
-        return sum(len(node.tokens) for node in self.nodes)
+        return len(self.tokens)
 
     def path(self, node: int) -> list[int]:
         """The node and its ancestors, root first."""
-        found = []
-        while node >= 0:
-            found.append(node)
-            node = self.nodes[node].parent
+        found, at = [], int(node)
+        while at >= 0:
+            found.append(at)
+            at = int(self.parents[at])
         return found[::-1]
 
 
@@ -87,30 +119,19 @@ def build_forest(
 
     Raises ValueError if a prompt has no token after `start`.
     """
-    for i, prompt in enumerate(prompts):
-        if len(prompt) <= start:
-            raise ValueError(f"prompt {i} has {len(prompt)} tokens, none after position {start}")
-    nodes: list[Node] = []
-    leaves = [-1] * len(prompts)
-
-    def end_in_leaves(group: list[int], parent: int, depth: int) -> None:
-        for i in group:
-            leaves[i] = len(nodes)
-            nodes.append(Node(parent, depth, prompts[i][depth:]))
-
-    def grow(group: list[int], parent: int, depth: int, above: int) -> None:
-        shared = 0
-        if len(group) > 1 and above < max_depth - 1:
-            stop = min(len(prompts[i]) for i in group) - 1
-            shared = common_prefix([prompts[i] for i in group], depth, stop)
-        if shared == 0 or (above and shared * (len(group) - 1) < min_saved):
-            end_in_leaves(group, parent, depth)
-            return
-        trunk = len(nodes)
-        nodes.append(Node(parent, depth, prompts[group[0]][depth : depth + shared]))
-        for below in group_by_token(prompts, group, depth + shared):
-            grow(below, trunk, depth + shared, above + 1)
-
-    for group in group_by_token(prompts, range(len(prompts)), start):
-        grow(group, -1, start, 0)
-    return Forest(tuple(nodes), tuple(leaves))
+    lengths = [len(prompt) for prompt in prompts]
+    for i, length in enumerate(lengths):
+        if length <= start:
+            raise ValueError(f"prompt {i} has {length} tokens, none after position {start}")
+    if len(prompts) == 1:
+        (end,) = lengths
+        shape = np.array([[-1, start, end, 0]], np.int32)
+        return Forest(shape[:, 0], shape[:, 1], shape[:, 2], prompts[0][start:], shape[:, 3])
+    known = 0
+    if sum(lengths) > (start + FLAT_TOKENS) * len(lengths):
+        known = common_prefix(prompts, start, min(lengths) - 1)
+    since = start + known
+    flat = np.concatenate([prompt[since:] for prompt in prompts])
+    ends = np.cumsum(np.array(lengths, np.int32) - since, dtype=np.int32)
+    head = np.ascontiguousarray(prompts[0][start:since], np.int32)
+    return Forest(*grow(flat, ends, start, head, min_saved, max_depth))

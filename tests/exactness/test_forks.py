@@ -86,7 +86,7 @@ def test_tail_rows_from_two_ancestors(both: Both) -> None:
     ancestors.
     """
     a, b, c = both.tokens(67), both.tokens(5), both.tokens(4)
-    forest = Forest(
+    forest = Forest.of(
         (Node(-1, 0, a), Node(0, 67, b), Node(1, 72, c), Node(1, 72, c[::-1].copy())), (2, 3)
     )
     prompts = [np.concatenate([a, b, c]), np.concatenate([a, b, c[::-1]])]

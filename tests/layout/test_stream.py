@@ -23,7 +23,7 @@ def forests(draw: st.DrawFn) -> Forest:
         tokens = np.arange(draw(length), dtype=np.int32) + 1000 * (i + 1)
         nodes.append(Node(parent, start, tokens))
     parents = {n.parent for n in nodes}
-    return Forest(tuple(nodes), tuple(i for i in range(len(nodes)) if i not in parents))
+    return Forest.of(nodes, [i for i in range(len(nodes)) if i not in parents])
 
 
 def plan_of(jobs: list[Job], fork: Fork) -> RoundPlan:

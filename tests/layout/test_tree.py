@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flide_engine.layout.tree import Tokens, build_forest, common_prefix
+from flide_engine.layout import tree
+from flide_engine.layout.tree import Node, Tokens, build_forest, common_prefix, group_by_token
 
 PROMPTS = st.lists(
     st.lists(st.integers(0, 2), min_size=1, max_size=12).map(lambda t: np.array(t, np.int32)),
@@ -53,6 +54,45 @@ def test_sharing_never_costs_rows(prompts: list[Tokens]) -> None:
     # a prompt that ends inside another, or twice, repeats its last token and so ends in its own
     # leaf
     assert len(prefixes) <= rows <= sum(map(len, prompts))
+
+
+def grown(prompts: list[Tokens], start: int, saved: int, most: int) -> list[tuple[object, ...]]:
+    """What `build_forest` is to find, said by recursion: nodes, and leaves by prompt."""
+    nodes: list[Node] = []
+    leaves: dict[int, int] = {}
+
+    def grow(group: list[int], parent: int, depth: int, above: int) -> None:
+        shared = 0
+        if len(group) > 1 and above < most - 1:
+            texts = [prompts[i] for i in group]
+            shared = common_prefix(texts, depth, min(map(len, texts)) - 1)
+        if not shared or (above and shared * (len(group) - 1) < saved):
+            for i in group:
+                leaves[i] = len(nodes)
+                nodes.append(Node(parent, depth, prompts[i][depth:]))
+            return
+        trunk = len(nodes)
+        nodes.append(Node(parent, depth, prompts[group[0]][depth : depth + shared]))
+        for below in group_by_token(prompts, group, depth + shared):
+            grow(below, trunk, depth + shared, above + 1)
+
+    for group in group_by_token(prompts, range(len(prompts)), start):
+        grow(group, -1, start, 0)
+    found: list[tuple[object, ...]] = [(n.parent, n.start, n.tokens.tolist()) for n in nodes]
+    return [*found, tuple(leaves[i] for i in range(len(prompts)))]
+
+
+@given(PROMPTS, st.data(), st.sampled_from([1, 3, 64]), st.integers(1, 5), st.booleans())
+def test_it_is_the_forest_of_the_recursion(
+    prompts: list[Tokens], data: st.DataObject, saved: int, most: int, apart: bool
+) -> None:
+    """Compiled, with prompts copied as they are or without what they all begin with."""
+    start = data.draw(st.integers(0, min(map(len, prompts)) - 1))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tree, "FLAT_TOKENS", -1 if apart else 1 << 20)
+        forest = build_forest(prompts, start, saved, most)
+    found: list[tuple[object, ...]] = [(n.parent, n.start, n.tokens.tolist()) for n in forest.nodes]
+    assert [*found, tuple(forest.leaves.tolist())] == grown(prompts, start, saved, most)
 
 
 def test_the_trunk_is_the_longest_common_prefix() -> None:
