@@ -240,6 +240,10 @@ class Checkpoints:
             self._pool, index.pages_of(checkpoint), leaving,
         )  # fmt: skip
 
+    def keys(self, tenant: str, tokens: Ints) -> list[bytes]:
+        """`grain_keys` of a prompt, as `PrefixIndex.keys`. Any thread may ask."""
+        return self.index.keys(tenant, tokens)
+
     def longest(self, tenant: str, tokens: Ints, keys: Sequence[bytes], limit: int) -> int:
         """Tokens of the longest checkpoint of a prompt on device or host. Any thread may ask: what
         it is told may have changed since.

@@ -21,7 +21,6 @@ import torch
 from flide_engine.admission import Load
 from flide_engine.api import DecisionRequest, DecisionResponse, Usage
 from flide_engine.cache.disk_file import Loaded
-from flide_engine.cache.index import grain_keys
 from flide_engine.cache.marks import MarkPolicy
 from flide_engine.cache.pool import Accounting, Pool
 from flide_engine.checkpoints import Checkpoints
@@ -243,7 +242,8 @@ class Engine(StateOperations):
                 typed = parse_request(request, config.max_decoded_bytes, config.max_questions)
                 parsed = self._clock()
                 rendered = self._prepare(typed, asked.tenant)
-                keys = grain_keys(rendered.prompts[0][: rendered.state_tokens])
+                state = rendered.prompts[0][: rendered.state_tokens]
+                keys = self._checkpoints.keys(asked.tenant, state)
                 work = RequestWork.of(asked, rendered, keys)
                 work.loaded = self._fetch(work)
                 work.prepared(began, parsed, self._clock())

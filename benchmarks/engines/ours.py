@@ -14,7 +14,6 @@ from benchmarks.engines.clock import closed_loop, event_ms, latencies_ms, wall_m
 from benchmarks.requests import TokenRequest, request
 from benchmarks.shapes import LABELS
 from flide_engine import Engine, EngineConfig, graphs
-from flide_engine.cache.index import grain_keys
 from flide_engine.cache.pool import Pool
 from flide_engine.executor import to_device
 from flide_engine.families.base import Read, Rendered
@@ -92,9 +91,10 @@ class Ours(Agents):
 
     def _together(self, requests: Sequence[Rendered], share: bool = True) -> None:
         """Requests from plans to values, round after round, as the loop would run them."""
+        tenants = ["" if share else str(i) for i in range(len(requests))]
         waiting = [
-            RequestWork(r, Future(), None, None, "" if share else str(i), "", self._keys(r))
-            for i, r in enumerate(requests)
+            RequestWork(r, Future(), None, None, tenant, "", self._keys(r, tenant))
+            for tenant, r in zip(tenants, requests, strict=True)
         ]
         for work in waiting:
             self._checkpoints.plan(work, self.round_tokens)
@@ -111,11 +111,11 @@ class Ours(Agents):
                     work.future.result()  # raises what went wrong
             waiting = [work for work in waiting if not work.is_done]
 
-    def _keys(self, asked: Rendered) -> list[bytes]:
+    def _keys(self, asked: Rendered, tenant: str) -> list[bytes]:
         """What checkpoints are found by, where any are kept."""
         if not self.engine.config.keep_checkpoints:
             return []
-        return grain_keys(asked.prompts[0][: asked.state_tokens])
+        return self._checkpoints.keys(tenant, asked.prompts[0][: asked.state_tokens])
 
     def bucket(self, plan: RoundPlan, asked: Asked) -> Bucket | None:
         """The captured graph that runs a plan; None where none does, and on a CPU."""
@@ -201,7 +201,8 @@ class Ours(Agents):
     def submitted(self, asked: Rendered, tenant: str = "") -> "Future[Any]":
         """A future of a request's values, through the engine's queue."""
         future: Future[Any] = Future()
-        self._loop.add(RequestWork(asked, future, None, None, tenant, "", self._keys(asked)))
+        keys = self._keys(asked, tenant)
+        self._loop.add(RequestWork(asked, future, None, None, tenant, "", keys))
         return future
 
     def submit(self, asked: TokenRequest) -> "Future[Any]":

@@ -25,6 +25,17 @@ _NOTHING = np.zeros(0, np.int32)
 
 
 @compiled
+def _hold(counts: Ints, numbers: Ints) -> bool:
+    """One holder more for each number; False, changing nothing, if one had none."""
+    for n in numbers:
+        if counts[n] <= 0:
+            return False
+    for n in numbers:
+        counts[n] += 1
+    return True
+
+
+@compiled
 def _let_go(counts: Ints, numbers: Ints) -> Ints | None:
     """One holder less for each number: those that have none left, or None if one had none."""
     gone = np.empty(len(numbers), np.int32)
@@ -56,8 +67,8 @@ class Held:
 
     def retain(self, numbers: Ints) -> None:
         """One more holder for each number; all must be held already."""
-        assert (self.counts[numbers] > 0).all(), f"retained free {self.kind}"
-        np.add.at(self.counts, numbers, 1)
+        were_held = _hold(self.counts, numbers)
+        assert were_held, f"retained free {self.kind}"
 
     def release(self, numbers: Ints) -> None:
         """One holder less for each number; those without a holder are free again."""
@@ -149,6 +160,7 @@ class Arena:
         self._room = (self._grid == _FREE).sum(1)
         # compiles now what a round would wait for
         _settle(_NOTHING, self._grid, self._room, self.places)
+        _hold(_NOTHING, _NOTHING)
         _let_go(_NOTHING.copy(), _NOTHING.copy())
 
     @property

@@ -1,9 +1,11 @@
-"""Which prefixes are in the pool: a trie over grains, one root a tenant, checkpoints at its nodes.
+"""Which prefixes are in the pool: a trie of grains, one root a tenant, checkpoints at its nodes.
 
 Pure: it deals in token ids and in numbers of pages and slots, and says which of them it takes and
-gives up; the pool's counts are the caller's. A node stands for one grain of a prefix and names the
-page of its keys and values. A *checkpoint* at a node names the slot of the state after it. Nodes
-exist only on the way to checkpoints, so every page the index holds is needed to resume from one.
+gives up; the pool's counts are the caller's. A node stands where prefixes part or one ends; a run
+of grains with the pages of their keys and values leads to it (`cache/trie.py`), so that a prompt
+costs what there is on its way and not what it is long. A *checkpoint* at a node names the slot of
+the state after it. Nodes exist only on the way to checkpoints, so every page the index holds is
+needed to resume from one.
 """
 
 import hashlib
@@ -16,35 +18,34 @@ from numpy.typing import NDArray
 
 from flide_engine.cache.beside import Event
 from flide_engine.cache.names import Named
+from flide_engine.cache.trie import Node, Run
 from flide_engine.config import GRAIN
 from flide_engine.layout.plan import Ints
 
 Tokens = NDArray[np.int32]
 
+_NO_PAGES = np.zeros(0, np.int32)
+
 SLOT_PAGES = 25
 """What a slot weighs in pages unless told otherwise (0.8B: 25 pages of 0.79 MB)."""
 
 
-def grain_keys(tokens: Tokens) -> list[bytes]:
-    """One 16-byte key a whole grain, each covering everything before it as well."""
-    keys, parent = [], b""
-    data = np.ascontiguousarray(tokens, np.int32).tobytes()
-    for at in range(0, len(tokens) // GRAIN * GRAIN * 4, GRAIN * 4):
+def grain_keys(tokens: Tokens, known: Sequence[bytes] = ()) -> list[bytes]:
+    """One 16-byte key a whole grain, each covering everything before it as well.
+
+    known: those of its first grains, which are not computed again.
+    """
+    keys = list(known)
+    parent = keys[-1] if keys else b""
+    data = _bytes(tokens[GRAIN * len(keys) :])
+    for at in range(0, len(data) // (GRAIN * 4) * GRAIN * 4, GRAIN * 4):
         parent = hashlib.blake2b(parent + data[at : at + GRAIN * 4], digest_size=16).digest()
         keys.append(parent)
     return keys
 
 
-@dataclass(eq=False)
-class _Grain:
-    """One grain of a prefix."""
-
-    parent: "_Grain | None"
-    key: bytes
-    tokens: bytes
-    page: int
-    children: dict[bytes, "_Grain"] = field(default_factory=dict)
-    checkpoint: "Checkpoint | None" = None
+def _bytes(tokens: Tokens) -> bytes:
+    return np.ascontiguousarray(tokens, np.int32).tobytes()
 
 
 @dataclass(eq=False)
@@ -64,7 +65,8 @@ class Checkpoint(Named):
     hits: int = 0
     locks: int = 0
     coming: Event | None = None
-    _grain: _Grain | None = None
+    _node: "Node[Checkpoint] | None" = None
+    _pages: Ints = field(default_factory=lambda: _NO_PAGES)
     _before: "Checkpoint | None" = None
     _after: "set[Checkpoint]" = field(default_factory=set)
     _continued: bool = False
@@ -76,8 +78,8 @@ class Match:
     """What the index knows of a prompt: its longest checkpoint, and how many tokens of it were
     seen.
 
-    pages [position / 64]: of the checkpoint's prefix, empty without one. agreed: tokens, a multiple
-    of 64, that some earlier prompt had in common with this one.
+    pages [position / 64]: of the checkpoint's prefix, empty without one, and not to be changed.
+    agreed: tokens, a multiple of 64, that some earlier prompt had in common with this one.
     """
 
     checkpoint: Checkpoint | None
@@ -102,7 +104,7 @@ class PrefixIndex:
     def __init__(self, slot_pages: int = SLOT_PAGES) -> None:
         """slot_pages: memory of a slot over that of a page, for what a checkpoint is worth."""
         self._slot_pages = slot_pages
-        self._roots: dict[str, _Grain] = {}
+        self._roots: dict[str, Node[Checkpoint]] = {}
         self._checkpoints: dict[int, Checkpoint] = {}  # by slot, oldest first
         self.grains = 0
 
@@ -120,18 +122,28 @@ class PrefixIndex:
 
         keys: `grain_keys(tokens)`. Tokens are compared on every hit: a key alone proves nothing.
         """
-        at, path = self._roots.get(tenant), [0] * 0
-        found, count, agreed = None, 0, 0
-        data = np.ascontiguousarray(tokens, np.int32)
-        for i, key in enumerate(keys[: limit // GRAIN]):
-            at = at.children.get(key) if at else None
-            if at is None or at.tokens != data[GRAIN * i : GRAIN * (i + 1)].tobytes():
-                break
-            path.append(at.page)
-            agreed = GRAIN * (i + 1)
-            if at.checkpoint is not None:
-                found, count = at.checkpoint, i + 1
-        return Match(found, np.array(path[:count], np.int32), agreed)
+        found, agreed = None, 0
+        for node, run, count in self._walk(tenant, tokens, min(limit // GRAIN, len(keys))):
+            agreed += count
+            if count == len(run.keys):
+                found = node.end or found
+        return Match(found, found._pages if found else _NO_PAGES, GRAIN * agreed)
+
+    def keys(self, tenant: str, tokens: Tokens) -> list[bytes]:
+        """`grain_keys` of a prompt; those of what is known of it are not computed again. Any thread
+        may ask.
+        """
+        known: list[bytes] = []
+        for _, run, count in self._walk(tenant, tokens, len(tokens) // GRAIN):
+            known += run.keys[:count]
+        return grain_keys(tokens, known)
+
+    def _walk(
+        self, tenant: str, tokens: Tokens, grains: int
+    ) -> "Iterator[tuple[Node[Checkpoint], Run, int]]":
+        """See `Node.walk`."""
+        root = self._roots.get(tenant)
+        return iter(()) if root is None else root.walk(_bytes(tokens[: GRAIN * grains]))
 
     def insert(
         self,
@@ -150,35 +162,35 @@ class PrefixIndex:
         Pages of grains that are known already are not taken, nor is the slot where a checkpoint
         stands: what is there holds the same.
         """
-        at = self._roots.setdefault(tenant, _Grain(None, b"", b"", -1))
-        data = np.ascontiguousarray(tokens, np.int32)
-        taken, before = [], None
-        for i, page in enumerate(pages):
-            before = at.checkpoint or before
-            child = at.children.get(keys[i])
-            text = data[GRAIN * i : GRAIN * (i + 1)].tobytes()
-            if child is None:
-                child = at.children[keys[i]] = _Grain(at, keys[i], text, int(page))
-                taken.append(int(page))
-            at = child
+        at, known, before = self._roots.setdefault(tenant, Node()), 0, None
+        for node, run, count in self._walk(tenant, tokens, len(pages)):
+            before = at.end or before
+            known += count
+            at = node if count == len(run.keys) else node.part(count)
+        taken = np.array(pages[known:], np.int32)
+        if len(taken):
+            before = at.end or before
+            more = _bytes(tokens[GRAIN * known : GRAIN * len(pages)])
+            at = at.attach(Run(known, more, tuple(keys[known : len(pages)]), taken))
         self.grains += len(taken)
-        if at.checkpoint is not None:
-            at.checkpoint.used = now
-            at.checkpoint.keep_for(name, anchor)
-            return at.checkpoint, np.array(taken, np.int32), False
+        if at.end is not None:
+            at.end.used = now
+            at.end.keep_for(name, anchor)
+            return at.end, taken, False
         position = GRAIN * len(pages)
-        made = Checkpoint(tenant, position, slot, now, name=name, anchor=anchor, _grain=at)
-        at.checkpoint = self._checkpoints[slot] = made
-        _link(made, before, _next_after(at))
-        return made, np.array(taken, np.int32), True
+        made = Checkpoint(tenant, position, slot, now, name=name, anchor=anchor, _node=at)
+        made._pages = np.concatenate([_NO_PAGES, *(run.pages for run in at.runs())])
+        at.end = self._checkpoints[slot] = made
+        _link(made, before, set(at.ends_after()))
+        return made, taken, True
 
     def pages_of(self, checkpoint: Checkpoint) -> Ints:
-        """Pages of a checkpoint's prefix, in order."""
-        return np.array([grain.page for grain in _path(checkpoint)], np.int32)
+        """Pages of a checkpoint's prefix, in order; not to be changed."""
+        return checkpoint._pages
 
     def tokens_of(self, checkpoint: Checkpoint) -> Tokens:
         """Tokens of a checkpoint's prefix."""
-        return np.frombuffer(b"".join(grain.tokens for grain in _path(checkpoint)), np.int32)
+        return np.frombuffer(b"".join(run.tokens for run in _runs(checkpoint)), np.int32)
 
     def own_pages(self, checkpoint: Checkpoint) -> int:
         """Pages between a checkpoint and the one before it on its way."""
@@ -187,12 +199,12 @@ class PrefixIndex:
 
     def is_continued(self, checkpoint: Checkpoint) -> bool:
         """Whether a longer checkpoint goes on from it."""
-        assert checkpoint._grain is not None
-        return bool(checkpoint._grain.children)
+        assert checkpoint._node is not None
+        return bool(checkpoint._node.children)
 
     def keys_of(self, checkpoint: Checkpoint) -> list[bytes]:
         """`grain_keys` of a checkpoint's prefix."""
-        return [grain.key for grain in _path(checkpoint)]
+        return [key for run in _runs(checkpoint) for key in run.keys]
 
     def remove(self, checkpoint: Checkpoint) -> Freed:
         """Takes a checkpoint out, and the pages that only it needed. It must not be locked."""
@@ -201,20 +213,16 @@ class PrefixIndex:
 
     def detach(self, checkpoint: Checkpoint) -> Freed:
         """As `remove`, also of one in use: what is freed is in use until its locks are gone."""
-        at = checkpoint._grain
+        at = checkpoint._node
         assert at is not None
         del self._checkpoints[checkpoint.slot]
-        at.checkpoint = None
+        at.end = None
         _unlink(checkpoint)
-        pages = []
-        while at.parent is not None and at.checkpoint is None and not at.children:
-            pages.append(at.page)
-            del at.parent.children[at.key]
-            at = at.parent
+        pages = at.prune()
         self.grains -= len(pages)
-        if at.parent is None and not at.children:
+        if not self._roots[checkpoint.tenant].children:
             del self._roots[checkpoint.tenant]
-        return Freed(np.array(pages, np.int32), np.array([checkpoint.slot], np.int32))
+        return Freed(pages, np.array([checkpoint.slot], np.int32))
 
     def worth(self, checkpoint: Checkpoint, now: float) -> float:
         """Tokens saved a second of disuse and a page of memory: the lowest is evicted first.
@@ -276,14 +284,10 @@ SHARED = 0.05
 """Worth of each further time such a checkpoint was resumed from: many prompts begin with it."""
 
 
-def _path(checkpoint: Checkpoint) -> list[_Grain]:
-    """Grains of a checkpoint's prefix, first one first."""
-    found: list[_Grain] = []
-    at = checkpoint._grain
-    while at is not None and at.parent is not None:
-        found.append(at)
-        at = at.parent
-    return found[::-1]
+def _runs(checkpoint: Checkpoint) -> list[Run]:
+    """Runs of a checkpoint's prefix, first one first."""
+    assert checkpoint._node is not None
+    return checkpoint._node.runs()
 
 
 def _link(made: Checkpoint, before: Checkpoint | None, after: set[Checkpoint]) -> None:
@@ -316,15 +320,3 @@ def _weigh(*changed: Checkpoint | None) -> None:
             c._continued = bool(c._after)
             before = None if c._continued else c._before
             c._saved = c.position - (before.position if before else 0)
-
-
-def _next_after(grain: _Grain) -> set[Checkpoint]:
-    """The first checkpoints on every way on from a grain."""
-    found, ways = set(), list(grain.children.values())
-    while ways:
-        at = ways.pop()
-        if at.checkpoint is None:
-            ways += at.children.values()
-        else:
-            found.add(at.checkpoint)
-    return found

@@ -2,6 +2,7 @@
 again shows how much memory is short.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 from flide_engine.config import GRAIN
@@ -16,7 +17,10 @@ class Seen:
     def __init__(self, most: int = MOST) -> None:
         """most: grains; the oldest are forgotten first."""
         self._most = most
-        self._grains: dict[int, None] = {}
+        self._grains: set[int] = set()
+        self._order: deque[int] = (
+            deque()
+        )  # a dictionary's first entry is slow to find once many went
 
     def tokens(self, tenant: str, keys: Sequence[bytes]) -> int:
         """How many tokens of these grains have been computed before."""
@@ -30,7 +34,7 @@ class Seen:
             if number in self._grains:
                 break
             new.append(number)
-        for number in reversed(new):
-            self._grains[number] = None
-        while len(self._grains) > self._most:
-            del self._grains[next(iter(self._grains))]
+        self._order.extend(reversed(new))
+        self._grains.update(new)
+        while len(self._order) > self._most:
+            self._grains.discard(self._order.popleft())

@@ -165,3 +165,12 @@ def test_pages_and_slots_come_from_opposite_ends() -> None:
     assert first.slots.tolist() == [0, 1]
     assert arena.places[first.pages].tolist() == [40, 41, 42]
     assert arena.places[arena.take(4, 0).pages].tolist() == [43, 44, 35, 36]
+
+
+def test_what_is_free_has_no_further_holder() -> None:
+    """One free number among held ones is refused, and the held ones are held as before."""
+    counted = Counted("pages", 8)
+    held = counted.take(2)
+    with pytest.raises(AssertionError, match="retained free pages"):
+        counted.retain(np.append(held, held[-1] + 1).astype(np.int32))
+    assert counted.counts[held].tolist() == [1, 1]

@@ -27,3 +27,12 @@ def test_the_oldest_are_forgotten() -> None:
     for keys in texts:
         seen.add("", keys)
     assert [seen.tokens("", keys) for keys in texts] == [0, 0, 128, 256, 256]
+
+
+def test_a_grain_that_is_told_twice_is_forgotten_once() -> None:
+    """Two keys whose numbers are the same stop nothing."""
+    seen = Seen(most=2)
+    first, *more = grain_keys(np.arange(256, dtype=np.int32))
+    seen.add("", [first, first])
+    seen.add("", more)
+    assert [seen.tokens("", [key]) for key in (first, *more)] == [0, 0, 64, 64]
