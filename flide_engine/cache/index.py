@@ -54,7 +54,8 @@ class Checkpoint(Named):
     tenant: whose it is. position: tokens before it. slot: of its recurrent state. used: when it was
     last taken or resumed from. hits: how often it was resumed from. locks: by how many it is in
     use. coming: when its contents, or those of pages before it, are on the device; None if they
-    are. A round that resumes from it joins that first.
+    are. A round that resumes from it joins that first. trusted: values were read after it, and were
+    finite; it may be copied to the host.
     """
 
     tenant: str
@@ -64,6 +65,7 @@ class Checkpoint(Named):
     hits: int = 0
     locks: int = 0
     coming: Event | None = None
+    trusted: bool = True
     _grain: _Grain | None = None
     _before: "Checkpoint | None" = None
     _after: "set[Checkpoint]" = field(default_factory=set)
@@ -189,6 +191,15 @@ class PrefixIndex:
         """Whether a longer checkpoint goes on from it."""
         assert checkpoint._grain is not None
         return bool(checkpoint._grain.children)
+
+    def untrusted(self, checkpoint: Checkpoint) -> list[Checkpoint]:
+        """A checkpoint and those before it on its way, back to the first that is trusted."""
+        found: list[Checkpoint] = []
+        at: Checkpoint | None = checkpoint
+        while at is not None and not at.trusted:
+            found.append(at)
+            at = at._before
+        return found
 
     def keys_of(self, checkpoint: Checkpoint) -> list[bytes]:
         """`grain_keys` of a checkpoint's prefix."""
