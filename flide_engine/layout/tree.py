@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 Tokens = NDArray[np.int32]
 
 MAX_DEPTH = 4
-"""Nodes on a path: an opening, a state, a group of questions, a question."""
+"""Nodes on a path: an opening, a state, a group of questions, a question. Kernels take any depth;
+this bounds the host's work, as each level compares every prompt that goes on."""
 
 
 class Node(NamedTuple):
