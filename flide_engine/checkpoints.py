@@ -133,6 +133,7 @@ class Checkpoints:
         )  # fmt: skip
         self._pool.pages.retain(pages)
         if slot_taken:
+            checkpoint.trusted = False
             work.kept.append(checkpoint)
             if self._tiers is not None:
                 checkpoint.coming = self._tiers.last_arrival()  # it may share pages with one
@@ -140,12 +141,15 @@ class Checkpoints:
             self.version += 1
 
     def trust(self, work: RequestWork) -> None:
-        """All of work's values are finite, and so is what it left, which may leave the device now:
-        pieces that read nothing tell nothing. If it was done again without its checkpoint, that one
-        is forgotten.
+        """All of work's values are finite, and so is what it left and resumed from, which may leave
+        the device now: pieces that read nothing tell nothing. If it was done again without its
+        checkpoint, that one is forgotten on every tier.
         """
-        if self._tiers is not None:
-            self._to_copy.extend(work.kept)
+        used = self.index.untrusted(work.resume.checkpoint) if work.resume else []
+        for checkpoint in (*used, *work.kept):
+            checkpoint.trusted = True
+            if self._tiers is not None:
+                self._to_copy.append(checkpoint)
         work.kept.clear()
         if work.suspect is not None:
             log.error(
@@ -153,6 +157,9 @@ class Checkpoints:
                 work.suspect.position,
             )
             self._forget(work.suspect)
+            if self._tiers is not None:
+                text, grains = work.rendered.prompts[0], work.suspect.position // GRAIN
+                self._tiers.refuse(work.tenant, text[: grains * GRAIN], work.keys[:grains])
 
     def disown(self, work: RequestWork) -> None:
         """Forgets what work left: its values were not finite."""
@@ -186,7 +193,7 @@ class Checkpoints:
             found = False
             for victim in self.index.victims(self._clock()):
                 found = True
-                if self._tiers is not None:
+                if self._tiers is not None and victim.trusted:
                     self._copy(victim, leaving=True)
                 self.free(self.index.remove(victim))
                 if self._pool.free >= error.needed:

@@ -237,7 +237,8 @@ class Tiers:
         loaded = self.disk.load(tenant, keys[: position // GRAIN], tokens[:position])
         if loaded is None or not self.host.pinned:
             return loaded
-        # here, on whichever thread asks, so that the copy to the device does not block the rounds
+        # here, on whichever thread asks, so that the copy to the device does not block the rounds;
+        # by torch, which keeps such memory for the next: registered, it would be pinned each time
         return replace(loaded, pages=loaded.pages.pin_memory(), state=loaded.state.pin_memory())
 
     def forget(self, tenant: str, name: str, beyond: int) -> int:
@@ -264,6 +265,19 @@ class Tiers:
                     still.append(write)
             self._writes = still
         return count
+
+    def refuse(self, tenant: str, tokens: Ints, keys: Sequence[bytes]) -> None:
+        """Drops the copies of the checkpoint of exactly these tokens, which was found at fault."""
+        held = self.match(tenant, tokens, keys, len(tokens)).checkpoint
+        if held is not None and held.position == len(tokens):
+            for write in self._writes:
+                if write.copy is held:
+                    write.file.leave("")
+            held.leave("")
+            if not held.locks:
+                self.host.forget(held)
+        if self.disk is not None:
+            self.disk.refuse(tenant, keys[-1])
 
     def flush(self) -> None:
         """Makes the disk agree with what states were told to do. Any thread may ask, and the

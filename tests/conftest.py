@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from flide_engine import Engine
+    from tests.deployments.conftest import Served
 
 # How long an example takes is the machine's affair.
 settings.register_profile("untimed", deadline=None)
@@ -78,3 +80,18 @@ def engine(checkpoint: Path) -> "Iterator[Engine]":
     if made.is_alive():
         assert_balanced(made)
         made.close()
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Served]":
+    """The embedded model, no key: what `make serve` gives, as load tests start it. One for all
+    tests, as starting takes long.
+    """
+    from loadtest.local import serving
+    from tests.deployments.conftest import Served
+
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("OMP_NUM_THREADS")
+            found = stack.enter_context(serving(tmp_path_factory.mktemp("served") / "log"))
+        yield Served(*found)

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -67,12 +68,14 @@ ONLY = {
 PACKAGES = ("flide_engine", "router", "deployments", "tiny_model", "loadtest", "benchmarks")
 
 
+@cache
 def sources() -> list[tuple[str, ast.Module]]:
     """(path from the root, syntax tree) of every file of the packages."""
     files = [p for package in PACKAGES for p in sorted((ROOT / package).rglob("*.py"))]
     return [(str(p.relative_to(ROOT)), ast.parse(p.read_text())) for p in files]
 
 
+@cache
 def imported(tree: ast.Module) -> set[str]:
     """Full names of all modules a file imports, anywhere in it."""
     found: set[str] = set()

@@ -14,7 +14,13 @@ import pytest
 import torch
 
 from flide_engine import Engine, EngineConfig
-from flide_engine.errors import ConfigError, EngineStopped, NonFiniteOutput, RoundTooLarge
+from flide_engine.errors import (
+    ConfigError,
+    EngineStopped,
+    NonFiniteOutput,
+    PoolExhausted,
+    RoundTooLarge,
+)
 from flide_engine.layout.buckets import cut_replays, halved
 from flide_engine.layout.stream import Job
 from flide_engine.readout import Asked
@@ -219,6 +225,24 @@ def test_a_long_state_at_fault_leaves_nothing(poisoned: Path) -> None:
         with pytest.raises(NonFiniteOutput):
             engine.decide(ask(f"A report {POISON}. " + "all is well. " * 200))
         assert engine.counters().rounds > 2
+        assert engine.checkpoint_counts() == {"device": 0, "host": 0}
+
+
+def test_a_long_state_at_fault_leaves_nothing_on_its_way_out(
+    poisoned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the device had to give up what its first pieces left."""
+    with engine_of(model=str(poisoned), max_round_tokens=256, host_bytes=1 << 26) as engine:
+        given_up = []
+
+        def crowded(jobs: list[Job]) -> None:
+            given_up.append(len(engine._checkpoints.index))
+            engine._checkpoints.make_room(PoolExhausted("units", 1 << 20, 0, 1 << 20))
+
+        starting(engine, monkeypatch, crowded)
+        with pytest.raises(NonFiniteOutput):
+            engine.decide(ask(f"A report {POISON}. " + "all is well. " * 200))
+        assert sum(given_up) > 0
         assert engine.checkpoint_counts() == {"device": 0, "host": 0}
 
 

@@ -29,10 +29,12 @@ from flide_engine.cache.disk_file import (
     contents_of,
     file_of,
     header_of,
+    names_of,
     packed,
     part_of,
+    remove,
 )
-from flide_engine.cache.names import Named, names_in, names_text
+from flide_engine.cache.names import Named, names_text
 from flide_engine.config import GRAIN
 from flide_engine.layout.plan import Ints
 
@@ -163,11 +165,7 @@ class DiskTier:
                 self._unnoted.clear()
             for stem in gone:
                 for suffix in (SUFFIX, NAMES):
-                    path = self._folder / f"{stem}{suffix}"
-                    try:
-                        path.unlink(missing_ok=True)
-                    except OSError as error:
-                        log.warning("%s cannot be removed: %s", path, error)
+                    remove(self._folder / f"{stem}{suffix}")
             for stem, known_as in names.items():
                 path = self._folder / f"{stem}{NAMES}"
                 try:
@@ -274,6 +272,13 @@ class DiskTier:
             file = self._files.get(first)
         return Loaded(tokens, torch.cat(pages), state, file.known() if file else Named())
 
+    def refuse(self, tenant: str, key: bytes) -> None:
+        """Removes the checkpoint that ends with the grain of this key: it was found at fault."""
+        if (stem := self._name(tenant, key)) in self._files:
+            self._refuse(stem, "values computed from it are not finite")
+            with self._lock:
+                self._remove(stem)
+
     def _name(self, tenant: str, key: bytes) -> str:
         digest = self._digest.copy()
         digest.update(b"\0" + tenant.encode() + b"\0" + key)
@@ -293,13 +298,11 @@ class DiskTier:
 
     def _read(self, name: str) -> tuple[dict[str, str], dict[str, Tensor]] | None:
         with self._lock:
-            known = self._files.get(name)
-            if known is None:
+            if (known := self._files.get(name)) is None:
                 return None
             known.used = self._clock()
         path = self._folder / f"{name}{SUFFIX}"
-        header = self._header(path)
-        if header is None:
+        if (header := self._header(path)) is None:
             self._drop(name)
             return None
         try:
@@ -344,7 +347,7 @@ class DiskTier:
     def _remove(self, stem: str) -> None:
         """Gives up a file that none continues, or that is not used."""
         if self._files.pop(stem, None) is None:
-            del self._others[stem]
+            self._others.pop(stem, None)
         self._gone[stem] = None
 
     def _prune(self) -> None:
@@ -392,9 +395,6 @@ class DiskTier:
         """Takes in for whom a file is kept, if that has changed since it was written."""
         path = self._folder / f"{stem}{NAMES}"
         try:
-            for what, value in names_in(path.read_text()).items():
-                setattr(self._files[stem], what, value)
-        except FileNotFoundError:
-            return
+            vars(self._files[stem]).update(names_of(path))
         except (OSError, ValueError) as error:
             self._report(path, f"it holds no names ({type(error).__name__})")

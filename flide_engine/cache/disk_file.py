@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from flide_engine.cache.names import Named, names_in
 from flide_engine.layout.plan import Ints
+
+log = logging.getLogger(__name__)
 
 FORMAT, SUFFIX, NAMES = "flide-disk-2", ".checkpoint", ".names"
 
@@ -71,6 +74,24 @@ def file_of(path: Path, header: dict[str, str], used: float) -> File:
     position, names = int(header["position"]), names_in(header["names"])
     size = path.stat().st_size
     return File(header["parent"], size, used, header["tenant"], position, path.stem, **names)
+
+
+def names_of(path: Path) -> dict[str, Any]:
+    """What a file of names says of a checkpoint, nothing if there is none. Raises OSError or
+    ValueError.
+    """
+    try:
+        return names_in(path.read_text())
+    except FileNotFoundError:
+        return {}
+
+
+def remove(path: Path) -> None:
+    """Removes a file if it is there. Errors of the disk are logged."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s cannot be removed: %s", path, error)
 
 
 def part_of(path: Path, data: bytes) -> Path:

@@ -55,7 +55,8 @@ class Checkpoint(Named):
     tenant: whose it is. position: tokens before it. slot: of its recurrent state. used: when it was
     last taken or resumed from. hits: how often it was resumed from. locks: by how many it is in
     use. coming: when its contents, or those of pages before it, are on the device; None if they
-    are. A round that resumes from it joins that first.
+    are. A round that resumes from it joins that first. trusted: values were read after it, and were
+    finite; it may be copied to the host.
     """
 
     tenant: str
@@ -67,6 +68,7 @@ class Checkpoint(Named):
     coming: Event | None = None
     _node: "Node[Checkpoint] | None" = None
     _pages: Ints = field(default_factory=lambda: _NO_PAGES)
+    trusted: bool = True
     _before: "Checkpoint | None" = None
     _after: "set[Checkpoint]" = field(default_factory=set)
     _continued: bool = False
@@ -201,6 +203,15 @@ class PrefixIndex:
         """Whether a longer checkpoint goes on from it."""
         assert checkpoint._node is not None
         return bool(checkpoint._node.children)
+
+    def untrusted(self, checkpoint: Checkpoint) -> list[Checkpoint]:
+        """A checkpoint and those before it on its way, back to the first that is trusted."""
+        found: list[Checkpoint] = []
+        at: Checkpoint | None = checkpoint
+        while at is not None and not at.trusted:
+            found.append(at)
+            at = at._before
+        return found
 
     def keys_of(self, checkpoint: Checkpoint) -> list[bytes]:
         """`grain_keys` of a checkpoint's prefix."""

@@ -37,12 +37,19 @@ class Named:
         return [(self.name, self.anchor), *branches]
 
     def keep_for(self, name: str, anchor: str) -> bool:
-        """Keeps it for one more name; False if it is kept for as many as may be."""
+        """Keeps it for one more name; False if it is kept for as many as may be. Without a name:
+        `anchor` is what its state without one is routed on from now on.
+        """
         if self.is_base:
             self.name, self.anchor, self.is_base = name, anchor, False
-        elif name == self.name:
+        elif name == self.name and (name or anchor not in self.branches):
             self.anchor = anchor or self.anchor
-        elif (goes_by := name or anchor) and not self.goes_by(goes_by):
+        else:
+            return self._keep_beside(name or anchor, anchor)
+        return True
+
+    def _keep_beside(self, goes_by: str, anchor: str) -> bool:
+        if goes_by and not self.goes_by(goes_by):
             if len(self.branches) == MOST_BRANCHES:
                 return False
             self.branches[goes_by] = anchor
@@ -65,9 +72,12 @@ class Named:
         return Named(**{**told, "branches": dict(self.branches)})
 
     def learn(self, other: "Named") -> None:
-        """Keeps it for all that another copy of it is kept for."""
-        for name, anchor in other.names():
-            self.keep_for(name, anchor)
+        """Keeps it for all that another, later told copy of it is kept for."""
+        for i, (name, anchor) in enumerate(other.names()):
+            if i and not name:  # of one more nameless state: the first is not routed on that
+                self._keep_beside(anchor, anchor)
+            else:
+                self.keep_for(name, anchor)
         self.pinned = self.pinned or other.pinned
 
 

@@ -15,7 +15,8 @@ from flide_engine.layout.growing import grow
 Tokens = NDArray[np.int32]
 
 MAX_DEPTH = 4
-"""Nodes on a path: an opening, a state, a group of questions, a question."""
+"""Nodes on a path: an opening, a state, a group of questions, a question. Kernels take any depth;
+this bounds the host's work, as each level compares every prompt that goes on."""
 
 FLAT_TOKENS = 1024
 """Prompts of more tokens than that on average are compared where they lie first, and then copied

@@ -60,6 +60,13 @@ class Machine:
         return work
 
     def run(self, work: RequestWork) -> int:
+        """A request of one round: tokens that were not computed."""
+        reused = self.round(work)
+        self.checkpoints.trust(work)
+        self.checkpoints.release(work)
+        return reused
+
+    def round(self, work: RequestWork) -> int:
         """One round: what it resumes from is checked, the rest is computed and kept. Tokens that
         were not computed.
         """
@@ -85,8 +92,6 @@ class Machine:
         self.checkpoints.keep(work, Anchor(64 * len(keys), slot, every))
         self.pool.pages.release(pages)
         self.pool.slots.release(slots)
-        self.checkpoints.trust(work)
-        self.checkpoints.release(work)
         return anchor.position
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 
 from flide_engine.cache.index import Checkpoint
 from flide_engine.cache.transfer import _checksum, read
-from flide_engine.errors import CheckpointRefused
+from flide_engine.errors import CheckpointRefused, PoolExhausted
 from flide_engine.states import States
 from tests.cache.machine import Machine
 
@@ -77,6 +77,70 @@ def test_a_copy_that_cannot_be_made_keeps_nothing_locked(
     assert held.locks == 0
     assert machine.pool.free == machine.pool.units
     assert machine.run(machine.ask(TEXT, "run")) == len(TEXT)
+    assert_balanced(machine)
+
+
+def full(machine: Machine) -> None:
+    """The device gives up every checkpoint that is not in use."""
+    machine.checkpoints.make_room(PoolExhausted("units", 1 << 20, 0, 1 << 20))
+    machine.tiers.settle(copies=True, writes=True)
+
+
+def test_what_is_given_up_before_it_is_trusted_leaves_no_copy(tmp_path: Path) -> None:
+    """Its request has rounds to come, and only the last one tells whether it is sound."""
+    machine = Machine(tmp_path, 40, 40)
+    work = machine.ask(TEXT, "run")
+    machine.round(work)
+    assert len(machine.checkpoints.index) == 1
+    full(machine)
+    assert not machine.checkpoints.index
+    machine.checkpoints.trust(work)
+    machine.checkpoints.copy_some(1 << 20)
+    assert not machine.tiers.host.index
+    assert machine.tiers.fetch("t", TEXT, work.keys, len(TEXT)) is None
+    machine.run(machine.ask(TEXT, "run"))
+    full(machine)
+    assert len(machine.tiers.host.index) == 1
+    assert machine.tiers.fetch("t", TEXT, work.keys, len(TEXT)) is not None
+    assert_balanced(machine)
+
+
+def test_who_goes_on_from_what_was_left_unfinished_tells_that_it_is_sound(tmp_path: Path) -> None:
+    """A request that ends early leaves checkpoints nothing was read after. They, and those before
+    them, are copied once another was answered from them.
+    """
+    machine = Machine(tmp_path, 60, 60)
+    for grains in (2, 4):
+        left = machine.ask(TEXT[: 64 * grains], "run")
+        machine.round(left)
+        machine.checkpoints.release(left)
+    machine.checkpoints.copy_some(1 << 20)
+    assert not machine.tiers.host.index
+    longer = np.append(TEXT, TEXT[:64])
+    assert machine.run(machine.ask(longer, "run")) == len(TEXT)
+    machine.checkpoints.copy_some(1 << 20)
+    assert sorted(c.position for c in machine.tiers.host.index) == [128, 256, 320]
+    assert_balanced(machine)
+
+
+def test_a_checkpoint_at_fault_is_dropped_on_every_tier(tmp_path: Path) -> None:
+    """Else each request of its state would find the copy, and be computed twice."""
+    machine, held = machine_with_a_copy(tmp_path)
+    (here,) = tmp_path.rglob("*.checkpoint")
+    work = machine.ask(TEXT, "run")
+    machine.round(work)
+    machine.checkpoints.distrust(work)
+    assert held in machine.tiers.host.index
+    machine.run(work)
+    assert not machine.checkpoints.index
+    assert not machine.tiers.host.index
+    assert machine.tiers.fetch("t", TEXT, work.keys, len(TEXT)) is None
+    machine.tiers.flush()
+    assert not here.exists()
+    assert machine.run(machine.ask(TEXT, "run")) == 0
+    machine.checkpoints.copy_some(1 << 20)
+    machine.tiers.settle(copies=True, writes=True)
+    assert here.exists()
     assert_balanced(machine)
 
 

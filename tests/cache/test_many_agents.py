@@ -1,4 +1,4 @@
-"""A thousand agents on a tenth of the memory they need, killed and restarted from disk."""
+"""Many agents on a tenth of the memory they need, killed and restarted from disk."""
 
 import shutil
 from pathlib import Path
@@ -12,22 +12,23 @@ from flide_engine.work import RequestWork
 from tests.cache.late_copies import LateCopies
 from tests.cache.machine import Machine
 
-AGENTS, STEPS, GRAINS = 1000, 4, 2
+STEPS, GRAINS = 4, 2
 
 
-def test_nothing_wrong_is_served_and_the_counts_balance(tmp_path: Path) -> None:
+@pytest.mark.parametrize("agents", [250, pytest.param(1000, marks=pytest.mark.slow)])
+def test_nothing_wrong_is_served_and_the_counts_balance(tmp_path: Path, agents: int) -> None:
     """Steps at random; the machine is killed twice, once while files are being written."""
     rng = np.random.default_rng(0)
     opening = rng.integers(0, 50, 64 * GRAINS)
     texts = [
         np.concatenate([opening, rng.integers(0, 50, 64 * GRAINS * STEPS)]).astype(np.int32)
-        for _ in range(AGENTS)
+        for _ in range(agents)
     ]
-    need = AGENTS * (GRAINS * STEPS + 1)
+    need = agents * (GRAINS * STEPS + 1)
     folder = tmp_path / "disk"
     machine = Machine(folder, need // 10, need // 10)
-    order = rng.permutation(np.repeat(np.arange(AGENTS), STEPS))
-    done = np.zeros(AGENTS, int)
+    order = rng.permutation(np.repeat(np.arange(agents), STEPS))
+    done = np.zeros(agents, int)
     resumed = 0
     for i, agent in enumerate(order):
         if i in (len(order) // 3, 2 * len(order) // 3):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from flide_engine.cache.names import MOST_BRANCHES, Named, names_in, names_text
 
 SOMEBODY = st.sampled_from([("a", "01"), ("b", "02"), ("c", ""), ("", "03")])
+MORE = [("a", "01"), ("b", "02"), ("c", ""), ("", "03"), ("", "04"), ("", "05")]
 STEPS = st.lists(st.tuples(st.sampled_from(["keep", "leave", "learn"]), SOMEBODY))
 
 
@@ -45,6 +46,31 @@ def test_a_nameless_state_goes_by_what_it_was_last_routed_on() -> None:
     named.keep_for("", "")
     assert named.goes_by("02")
     assert not named.goes_by("01")
+
+
+@given(*[st.lists(st.sampled_from(MORE), min_size=1)] * 2)
+def test_what_is_learned_is_all_of_it(
+    ours: list[tuple[str, str]], theirs: list[tuple[str, str]]
+) -> None:
+    """No name is lost or told twice, but for what a state without a name was routed on before."""
+    named, other = Named(is_base=True), Named(is_base=True)
+    for kept, whom in ((named, ours), (other, theirs)):
+        for name, anchor in whom:
+            assert kept.keep_for(name, anchor)
+    moved = {(named.name, named.anchor)} if not named.name and not other.name else set()
+    before, learned = set(named.names()), set(other.names())
+    named.learn(other)
+    assert sorted(named.names()) == sorted(set(named.names()))
+    assert learned | (before - moved) <= set(named.names()) <= learned | before
+    told = named.names()
+    named.learn(named.known())
+    for name, anchor in told:
+        named.keep_for(name, anchor)
+    assert named.names() == told
+    for name, anchor in told:
+        named.leave(name or anchor)
+        assert (name, anchor) not in named.names()
+    assert named.is_base
 
 
 def test_names_are_bounded_and_copies_are_their_own() -> None:

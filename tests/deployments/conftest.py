@@ -24,12 +24,18 @@ START_WITHIN_S = 120
 
 @dataclass(frozen=True)
 class Served:
-    """A running server."""
+    """A running server, and its cluster's address."""
 
     url: str
+    address: str
+
+
+@dataclass(frozen=True)
+class Started(Served):
+    """One that a test has started for itself."""
+
     process: subprocess.Popen[str]
     log: Path
-    address: str
 
 
 def free_port() -> int:
@@ -40,7 +46,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(log: Path, *args: str) -> Iterator[Served]:
+def serving(log: Path, *args: str) -> Iterator[Started]:
     """A server with these arguments, interrupted at the end as Ctrl-C would."""
     port = free_port()
     # a wrong address must not matter: the server starts a cluster of its own
@@ -65,7 +71,7 @@ def serving(log: Path, *args: str) -> Iterator[Served]:
         assert "serving at" in text, text
         found = re.search(r"cluster: ([\w.:]+)", text)
         assert found, text
-        yield Served(f"http://127.0.0.1:{port}", process, log, found[1])
+        yield Started(f"http://127.0.0.1:{port}", found[1], process, log)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGINT)
@@ -91,13 +97,6 @@ def joined(address: str) -> Iterator[None]:
                 client.shutdown_cached_handles()
             _set_global_client(None)
             ray.shutdown()
-
-
-@pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The embedded model, no key: what `make serve` gives."""
-    with serving(tmp_path_factory.mktemp("served") / "log") as server:
-        yield server
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from router.auth import key_hash
 from tests.checkpoints import POISON
-from tests.deployments.conftest import ROOT, Served, free_port, serving
+from tests.deployments.conftest import ROOT, Served, Started, free_port, serving
 
 pytestmark = pytest.mark.ray
 
@@ -23,14 +23,14 @@ ASK = {"state": "s", "questions": {"q": {"type": "noul", "instructions": "?"}}}
 
 
 @pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory, poisoned: Path) -> Iterator[Served]:
+def keyed(tmp_path_factory: pytest.TempPathFactory, poisoned: Path) -> Iterator[Started]:
     """A server with a key, of a checkpoint folder with a poisoned letter."""
     log = tmp_path_factory.mktemp("keyed") / "log"
     with serving(log, f"model={poisoned}", f"api_key_sha256={key_hash(KEY)}") as server:
         yield server
 
 
-def test_jevcompat_with_a_key(keyed: Served) -> None:
+def test_jevcompat_with_a_key(keyed: Started) -> None:
     """The requirements on authentication, by the suite."""
     done = subprocess.run(
         [str(Path(sys.executable).parent / "jevcompat"), "test", keyed.url, "--key-env", "OUR_KEY"],
@@ -44,7 +44,7 @@ def test_jevcompat_with_a_key(keyed: Served) -> None:
     assert "MUST 32/32" in done.stdout
 
 
-def test_nan_is_a_typed_error_and_the_server_goes_on(keyed: Served) -> None:
+def test_nan_is_a_typed_error_and_the_server_goes_on(keyed: Started) -> None:
     """A model that gives NaN for one request answers the next one as before."""
     headers = {"authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=keyed.url, headers=headers, timeout=60) as client:
@@ -60,7 +60,7 @@ def test_nan_is_a_typed_error_and_the_server_goes_on(keyed: Served) -> None:
 
 
 @pytest.mark.slow
-def test_the_cluster_asks_for_its_token(keyed: Served) -> None:
+def test_the_cluster_asks_for_its_token(keyed: Started) -> None:
     """Who has none does not get in, on this machine either."""
     join = f"import ray; ray.init({keyed.address!r}); print('joined')"
     env = {**os.environ, "RAY_AUTH_MODE": "disabled"}
@@ -87,7 +87,7 @@ def serve_run(*args: str, served: Served) -> subprocess.Popen[str]:
     )
 
 
-def test_serve_run_validates_its_arguments(keyed: Served) -> None:
+def test_serve_run_validates_its_arguments(keyed: Started) -> None:
     """An unknown name is refused by `build`'s model, through the real command line."""
     process = serve_run("deployments.app:build", "modell=x", "--name", "typo", served=keyed)
     out, _ = process.communicate(timeout=60)
@@ -95,7 +95,7 @@ def test_serve_run_validates_its_arguments(keyed: Served) -> None:
     assert "no such option; did you mean model?" in out
 
 
-def test_serve_run_serves(keyed: Served, checkpoint: Path) -> None:
+def test_serve_run_serves(keyed: Started, checkpoint: Path) -> None:
     """The same builder under another name and prefix, with an engine option by its own name."""
     process = serve_run(
         "deployments.app:build",
@@ -191,13 +191,15 @@ def left_of(session: int) -> list[str]:
     return left
 
 
-def test_an_interrupt_leaves_no_process(tmp_path: Path, checkpoint: Path) -> None:
-    """The whole process group gets the interrupt, as from a terminal."""
-    with serving(tmp_path / "log", f"model={checkpoint}") as server:
-        session = server.process.pid
-        assert any("raylet" in line for line in processes_of(session))
+def test_an_interrupt_leaves_no_process(keyed: Started) -> None:
+    """The whole process group gets the interrupt, as from a terminal. The last test of its server,
+    which has done and suffered what those before asked of it.
+    """
+    session = keyed.process.pid
+    assert any("raylet" in line for line in processes_of(session))
+    os.killpg(session, signal.SIGINT)
+    assert keyed.process.wait(60) == 0
     assert left_of(session) == []
-    assert server.process.returncode == 0
 
 
 def test_an_interrupt_ends_a_start(tmp_path: Path, checkpoint: Path) -> None:

@@ -4,35 +4,27 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from loadtest.local import serving
+from tests.deployments.conftest import Served
 
 pytestmark = pytest.mark.ray
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """(URL, cluster) of the embedded model's app."""
-    with serving(tmp_path_factory.mktemp("served") / "log") as found:
-        yield found
-
-
 @pytest.mark.parametrize("way", ["http", "handle"])
-def test_real_answers_are_counted(served: tuple[str, str], tmp_path: Path, way: str) -> None:
+def test_real_answers_are_counted(served: Served, tmp_path: Path, way: str) -> None:
     """Every request is answered, tokens are counted, the server and its replica are known."""
-    url, cluster = served
-    words = ["--host", url] if way == "http" else ["--workers", "2"]
+    words = ["--host", served.url] if way == "http" else ["--workers", "2"]
     done = subprocess.run(
         [
-            sys.executable, "-m", "loadtest", *words, "--cluster", cluster, "--out", str(tmp_path),
-            "--workload", "race", "--seconds", "4", "--warmup", "1", "--clients", "2",
+            sys.executable, "-m", "loadtest", *words, "--cluster", served.address,
+            "--out", str(tmp_path), "--workload", "race",
+            "--seconds", "4", "--warmup", "1", "--clients", "2",
         ],
         cwd=ROOT, env=os.environ | {"RAY_AUTH_MODE": "token"},
         capture_output=True, text=True, timeout=120, check=False,
@@ -49,9 +41,9 @@ def test_real_answers_are_counted(served: tuple[str, str], tmp_path: Path, way: 
     assert {n for _, n in data["replicas"]} == {1}
 
 
-def test_the_playground_is_served_by_the_app(served: tuple[str, str]) -> None:
+def test_the_playground_is_served_by_the_app(served: Served) -> None:
     """Through Serve, at the root."""
-    answer = httpx.get(served[0] + "/")
+    answer = httpx.get(served.url + "/")
     assert answer.status_code == 200
     assert "<title>Decision playground</title>" in answer.text
     assert answer.headers["content-type"].startswith("text/html")

@@ -4,8 +4,10 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
@@ -78,16 +80,24 @@ class _Handler(BaseHTTPRequestHandler):
         del format, args
 
 
+@contextmanager
+def serving(server: Counting) -> Iterator[Counting]:
+    """While it listens on a port of its own."""
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
 @pytest.fixture
 def server() -> Iterator[Counting]:
-    """A counting server on a port of its own."""
-    made = Counting()
-    thread = threading.Thread(target=made.serve_forever)
-    thread.start()
-    yield made
-    made.shutdown()
-    thread.join()
-    made.server_close()
+    """A counting server."""
+    with serving(Counting()) as made:
+        yield made
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -96,6 +106,22 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", *words],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
+
+
+def run_until_seen(server: Counting, count: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """A command that is told to end once the server has seen so many requests."""
+    with subprocess.Popen(
+        [sys.executable, "-m", *words],
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        deadline = time.monotonic() + 120
+        while sum(server.seen.values()) < count and process.poll() is None:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        process.terminate()
+        out, err = process.communicate(timeout=120)
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
 def agree(data: dict[str, Any], server: Counting) -> None:
@@ -139,10 +165,11 @@ def test_locust_asks_the_same_workloads(server: Counting, tmp_path: Path, loop: 
     """Headless: its report counts what the server counted, by workload, errors by kind."""
     if find_spec("locust") is None:  # importing it would patch this process's threads
         pytest.skip("no locust here")
-    done = run(
+    done = run_until_seen(
+        server, 40,
         "locust", "-f", "loadtest/locustfile.py", "--host", server.url, "--headless",
-        "-u", "2", "-r", "2", "-t", "4s", "--loop", loop, "--rate", "15", "--think", "0.1",
-        "--warmup", "0.5", "--api-key", "secret", "--report", str(tmp_path),
+        "-u", "2", "-r", "2", "--loop", loop, "--rate", "15", "--think", "0.1",
+        "--warmup", "0", "--api-key", "secret", "--report", str(tmp_path),
     )  # fmt: skip
     # locust exits with 1 when requests failed, as they do here
     assert done.returncode == 1, done.stderr
