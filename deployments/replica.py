@@ -134,10 +134,10 @@ class EngineReplica:
                 answers = await self._decide(request, how, (route, anchor, home))
             told = answers.model_dump_json().encode()
         except EngineStopped as error:
-            log.error("not answered: %s", error)
+            log.error("not answered: %s", str(error))
             told = EngineStopped(error.cause, error.running, self._id)
         except FlideError as error:
-            log.info("not answered: %s: %s", type(error).__name__, error)
+            log.info("not answered: %s: %s", type(error).__name__, str(error))
             told = error.with_traceback(None)
         return told, self._id, tuple(self._load())
 

@@ -70,7 +70,10 @@ class EngineConfig(BaseModel):
         " names none.",
     )
     max_queued_tokens: int = Field(
-        262144, gt=0, description="Tokens that may wait; more is refused with a time to try again."
+        262144,
+        gt=0,
+        description="Tokens that may wait, half of them of batch work; more is refused with a time"
+        " to try again.",
     )
     max_queue_ms: int = Field(
         30000,

@@ -245,7 +245,7 @@ class RoundLoop:
             self._collect_under_way()
             for work in works:
                 message = "a round of %d requests failed, this one runs alone: %s"
-                work.log(log.warning, message, len(works), error)
+                work.log(log.warning, message, len(works), str(error))
                 self._collect(self._begin([work]))
             return None
         launched = self._clock()

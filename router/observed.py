@@ -68,8 +68,9 @@ class Trip:
         self.outcome = ANSWERED if error is None else outcome_of(error)
         if error is not None:
             level = logging.INFO if isinstance(error, RequestError) else logging.WARNING
-            # what is wrong with a request may repeat what it asks
-            told = error.kinds if isinstance(error, InvalidRequest) else error
+            # what is wrong with a request may repeat what it asks; an error itself would keep its
+            # traceback, and the request with it, for as long as a handler keeps the record
+            told = error.kinds if isinstance(error, InvalidRequest) else str(error)
             log.log(level, "not answered: %s: %s", self.outcome, told)
 
 

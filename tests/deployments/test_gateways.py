@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from ray import serve
+from ray.serve.context import _get_global_client
 
 from deployments.client import DecisionClient
 from flide_engine.errors import BodyTooLarge, DeadlineExceeded
@@ -154,12 +155,19 @@ def test_bodies_above_a_grpc_message(two: Two) -> None:
         client.decide(above)
 
 
+def test_they_keep_no_memory_for_each_thread(two: Two) -> None:
+    """glibc reads its settings as a process begins, and not again."""
+    details = _get_global_client().get_serve_details()["applications"]["default"]
+    replicas = details["deployments"]["Gateway"]["replicas"]
+    given = [Path(f"/proc/{replica['pid']}/environ").read_bytes() for replica in replicas]
+    assert [b"\0MALLOC_ARENA_MAX=1\0" in b"\0" + environ for environ in given] == [True] * 2
+
+
 @pytest.mark.slow
 def test_keys_are_read_anew_in_place(two: Two) -> None:
     """A changed `user_config` of the Gateways, as `serve deploy` would hand it over, reads the file
     again; no replica is replaced for it.
     """
-    from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
 
     def deploy(revision: int) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -192,22 +193,61 @@ def settled(engine: Engine, count: int) -> None:
     raise AssertionError(f"{engine._loop.waiting} wait in the queue, {engine.waiting} in all")
 
 
+class Askers:
+    """Calls that wait for their answers: over HTTP on threads, and by handle."""
+
+    def __init__(self, app: LocalApp) -> None:
+        self._app = app
+        self._over_http: list[httpx.Response] = []
+        self._threads: list[threading.Thread] = []
+        self._by_handle: list[Any] = []
+
+    def http(self, **kw: Any) -> None:
+        """One over HTTP."""
+
+        def ask() -> None:
+            self._over_http.append(self._app.post(json=asking(), **kw))
+
+        self._threads.append(threading.Thread(target=ask))
+        self._threads[-1].start()
+
+    def handle(self, **how: Any) -> None:
+        """One by handle."""
+        self._by_handle.append(self._app.handle.decide.remote(asking(), **how))
+
+    def check_answered(self) -> None:
+        """Returns once all are."""
+        for thread in self._threads:
+            thread.join(20)
+        assert [answer.status_code for answer in self._over_http] == [200] * len(self._threads)
+        assert all(call.result(timeout_s=20)["answers"] for call in self._by_handle)
+
+
+def refused(app: LocalApp, told: str, **how: Any) -> None:
+    """Both ways are, with a time to come again. how: arguments of `decide`."""
+    headers = {"X-Priority": "batch"} if how.get("batch") else {}
+    answer = app.post(json=asking(), headers=headers)
+    assert answer.status_code == 429, answer.text
+    assert told in answer.text
+    assert int(answer.headers["retry-after-ms"]) >= 50
+    with pytest.raises(RuntimeError, match=re.escape(told)):
+        app.handle.decide.remote(asking(), **how).result(timeout_s=10)
+
+
 def test_the_number_that_waits(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most so many of one caller, by HTTP and by handle; another caller is let in all the same,
     and the flood's next is told when to come.
     """
     with local_app(model=str(checkpoint), max_waiting_requests=4) as app:
         held = Held(app.engine, monkeypatch)
-        futures = [app.engine.submit(asking())]
+        futures, askers = [app.engine.submit(asking())], Askers(app)
         assert held.begun.wait(10)
-        futures += [app.engine.submit(asking()) for _ in range(4)]
+        futures += [app.engine.submit(asking()) for _ in range(2)]
+        askers.http()
+        settled(app.engine, 3)
+        askers.handle()
         settled(app.engine, 4)
-        answer = app.post(json=asking())
-        assert answer.status_code == 429
-        assert "4 requests wait, the queue takes 4 (max_waiting_requests)" in answer.text
-        assert int(answer.headers["retry-after-ms"]) >= 50
-        with pytest.raises(RuntimeError, match="max_waiting_requests"):
-            app.handle.decide.remote(asking()).result(timeout_s=10)
+        refused(app, "4 requests wait, the queue takes 4 (max_waiting_requests)")
         # two tenants: half of the room is the other's
         futures += [app.engine.submit(asking(), tenant="other") for _ in range(2)]
         for tenant in ("other", ""):
@@ -215,66 +255,55 @@ def test_the_number_that_waits(checkpoint: Path, monkeypatch: pytest.MonkeyPatch
                 app.engine.submit(asking(), tenant=tenant)
         held.open.set()
         assert all(future.result(20).answers for future in futures)
+        askers.check_answered()
         assert app.engine.waiting == 0
 
 
 def test_the_tokens_that_wait(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exactly `max_queued_tokens` are taken, one token more is refused, by HTTP and by handle."""
-    one = 0
     with local_app(model=str(checkpoint)) as app:
         one = app.engine.decide(asking()).usage.input_tokens
-    for room, status in ((3 * one, 200), (3 * one - 1, 429)):
-        with local_app(model=str(checkpoint), max_queued_tokens=room) as app:
+    for more in (0, -1):
+        with local_app(model=str(checkpoint), max_queued_tokens=3 * one + more) as app:
             held = Held(app.engine, monkeypatch)
-            futures = [app.engine.submit(asking())]
+            futures, askers = [app.engine.submit(asking())], Askers(app)
             assert held.begun.wait(10)
-            futures += [app.engine.submit(asking()) for _ in range(2)]
+            askers.http()
+            settled(app.engine, 1)
+            askers.handle()
             settled(app.engine, 2)
-            found: list[httpx.Response] = []
-
-            def ask(app: LocalApp = app, found: list[httpx.Response] = found) -> None:
-                found.append(app.post(json=asking()))
-
-            asker = threading.Thread(target=ask)
-            asker.start()
-            if status == 429:
-                asker.join(10)
-                assert f"takes {room} (max_queued_tokens)" in found[0].text
-                with pytest.raises(RuntimeError, match="max_queued_tokens"):
-                    app.handle.decide.remote(asking()).result(timeout_s=10)
-            else:
+            if more == 0:
+                futures.append(app.engine.submit(asking()))  # fits exactly
                 settled(app.engine, 3)
+            refused(app, f"takes {3 * one + more} (max_queued_tokens)")
             held.open.set()
-            asker.join(10)
-            assert found[0].status_code == status
+            askers.check_answered()
             assert all(future.result(20).answers for future in futures)
 
 
-def test_the_wait_that_is_predicted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At `max_queue_ms` a request is taken, above it is refused, by HTTP and by handle."""
-    with local_app(model=str(checkpoint), max_queue_ms=100) as app:
+@pytest.mark.parametrize("batch", [False, True])
+def test_the_wait_that_is_predicted(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, batch: bool
+) -> None:
+    """At `max_queue_ms` a request is taken, above it is refused, by HTTP and by handle; batch work
+    at half of it.
+    """
+    most = 100 if batch else 200
+    with local_app(model=str(checkpoint), max_queue_ms=200) as app:
         held = Held(app.engine, monkeypatch)
-        futures = [app.engine.submit(asking())]
+        futures, askers = [app.engine.submit(asking())], Askers(app)
         assert held.begun.wait(10)
         futures.append(app.engine.submit(asking()))
         settled(app.engine, 1)
         door = app.engine._loop._scheduler._door
-        monkeypatch.setattr(door, "wait_ms", lambda *_, **__: 100.0)
-        taken = app.handle.decide.remote(asking())
-        found: list[httpx.Response] = []
-        asker = threading.Thread(target=lambda: found.append(app.post(json=asking())))
-        asker.start()
+        monkeypatch.setattr(door, "wait_ms", lambda *_, **__: float(most))
+        askers.handle(batch=batch)
+        askers.http(headers={"X-Priority": "batch" if batch else "interactive"})
         settled(app.engine, 3)
-        monkeypatch.setattr(door, "wait_ms", lambda *_, **__: 101.0)
-        answer = app.post(json=asking())
-        assert answer.status_code == 429
-        assert "101 ms wait, the queue takes 100 (max_queue_ms)" in answer.text
-        with pytest.raises(RuntimeError, match="max_queue_ms"):
-            app.handle.decide.remote(asking()).result(timeout_s=10)
+        monkeypatch.setattr(door, "wait_ms", lambda *_, **__: most + 1.0)
+        refused(app, f"{most + 1} ms wait, the queue takes {most} (max_queue_ms)", batch=batch)
         held.open.set()
-        asker.join(10)
-        assert found[0].status_code == 200
-        assert taken.result(timeout_s=10)["answers"]
+        askers.check_answered()
         assert all(future.result(10).answers for future in futures)
 
 

@@ -3,6 +3,7 @@ this process: no 5xx, no hang, nothing that the document does not say.
 """
 
 import copy
+import gc
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from flide_engine.api import DecisionRequest
+from flide_engine.work import RequestWork
 from router.http_errors import STATUS
 from router.openapi import document
 from tests.local_app import LocalApp, local_app
@@ -54,6 +57,11 @@ def app() -> Iterator[LocalApp]:
         yield made
         assert made.engine.is_alive()
         assert made.engine.waiting == 0
+        made.engine.drop_checkpoints()
+        held = made.engine.accounting()
+        assert held.page_bytes_held == held.slot_bytes_held == 0
+        gc.collect()
+        assert not [o for o in gc.get_objects() if type(o) in (RequestWork, DecisionRequest)]
 
 
 OPERATIONS = [

@@ -1,6 +1,7 @@
 """Trips of requests through the HTTP surface: what is observed of each."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,17 @@ def test_failures_count_by_what_they_are(
     (trip,) = seen.trips
     assert trip.outcome == outcome
     assert trip.tenant == ("" if key == "wrong" else KEYS[0])
+
+
+@pytest.mark.parametrize("state", ["nan", "x" * LIMITS.max_body_bytes])
+def test_a_log_keeps_no_request(seen: Seen, caplog: pytest.LogCaptureFixture, state: str) -> None:
+    """As an error in a record would, by its traceback."""
+    with caplog.at_level(logging.INFO, "ray.serve"):
+        asked(seen, json={**GOOD, "state": state}, headers={"authorization": "Bearer right"})
+    (record,) = caplog.records
+    assert isinstance(record.args, tuple)
+    assert {type(told) for told in record.args} == {str}
+    assert record.exc_info is None
 
 
 def test_what_is_no_decision_is_not_counted(seen: Seen) -> None:

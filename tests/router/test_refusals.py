@@ -57,6 +57,7 @@ def test_an_error_of_the_tree_is_one_line(
         else:
             failed(error)
     (record,) = caplog.records
+    assert record.args == (type(error).__name__, str(error))
     assert record.getMessage() == f"not answered: {type(error).__name__}: {error}"
     assert (record.levelname, record.exc_info) == ("INFO", None)
     assert "Traceback" not in caplog.text
