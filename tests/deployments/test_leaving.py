@@ -189,10 +189,10 @@ def fleet() -> Iterator[Fleet]:
             ray.shutdown()
 
 
-def test_a_request_that_kills_costs_two_replicas_and_nobody_an_answer(
+def test_a_request_that_kills_costs_three_replicas_and_nobody_an_answer(
     fleet: Fleet, tmp_path: Path
 ) -> None:
-    """By the official SDK, which asks again where that may help: 422 once the second is dead, and
+    """By the official SDK, which asks again where that may help: 422 once the third is dead, and
     from then on, also by another way than that Gateway.
     """
     before = set(fleet.counters())
@@ -233,8 +233,8 @@ def test_a_request_that_kills_costs_two_replicas_and_nobody_an_answer(
                     "questions": {"q": {"type": "noul", "instructions": "?"}},
                 }
             )
-    assert len(deaths.read_text().split()) == 2
-    assert len(set(fleet.counters()) & before) == 1
+    assert len(deaths.read_text().split()) == 3
+    assert len(set(fleet.counters()) & before) <= 1
     for asked, answer in zip(bystanders, answered, strict=True):
         assert abs(p(answer) - p(fleet.over_handle(asked))) < TOLERANCE
 
