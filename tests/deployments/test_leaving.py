@@ -19,6 +19,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 from safetensors.torch import load_file, save_file
 from typesafe_sdk import Noul, TypeSafeClient, TypeSafeUnprocessableEntityError
 
@@ -63,11 +64,13 @@ class Fleet:
         serve.run(app, name="default", external_scaler_enabled=True)
 
     def counters(self) -> dict[str, dict[str, Any]]:
-        """What each replica has counted, by its id; asked again while a dead one is listed."""
+        """What each replica has counted, by its id; asked again while a dead one is listed, or none
+        is.
+        """
         for _ in range(300):
             try:
                 return self._counters()
-            except RayActorError:
+            except (RayActorError, DeploymentUnavailableError):
                 time.sleep(0.1)
         raise AssertionError("dead replicas stay listed")
 
