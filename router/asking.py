@@ -46,19 +46,22 @@ object store. An answer repeats at most its request's names, with some 26 bytes 
 """
 
 _quarantine = Quarantine(store=suspects.Refused())
-"""What is refused; a request must cost two replicas in one call to get there."""
+"""What is refused; two replicas must die under a request that ran there alone to get there."""
 
 
 class Call:
     """One decision, asked again if a replica dies under it, within its time.
 
     Decisions change nothing, so asking twice is safe. After the first death it is a suspect: asked
-    alone, until it is answered, or a replica dies while it runs there; unless it is known to have
+    alone, until it is answered, or replicas die while it runs there; unless it is known to have
     only waited. Raises InvalidRequest for a request that is no JSON, or a bad session id.
     """
 
     TRIES = 6
     """As one that is not to blame may meet several dying replicas, but not for ever."""
+
+    ALONE = 2
+    """Processes that may end while it runs there alone: one may be anybody's doing."""
 
     def __init__(
         self,
@@ -83,7 +86,7 @@ class Call:
         }
         self._handle, self._request = handle, request
         self._known = shared(handle.app_name, handle.deployment_name)
-        self._failures, self._suspect = 0, ""
+        self._failures, self._ended_alone, self._suspect = 0, 0, ""
         self._seconds = options.timeout_s
         self._until = None if self._seconds is None else time.monotonic() + self._seconds
         self._patience_s = options.patience_s
@@ -136,9 +139,9 @@ class Call:
         if isinstance(ours, EngineStopped) and ours.replica:
             self._known.stopped.add(ours.replica)  # or the next try would go there again
         if self._suspect and self._is_to_blame(ours):
-            log.error("so did another, and it is to blame; it is refused from now on")
+            log.error("it is to blame for that; it is refused from now on")
             raise _quarantine.put(self._request) from None
-        _quarantine.check_with_others(self._request)  # it may have cost two replicas elsewhere
+        _quarantine.check_with_others(self._request)  # it may be refused elsewhere
         if self._failures == self.TRIES:
             self.ended()
             cause = f"{self.TRIES} replicas could not answer, the last one: {ours}"
@@ -147,12 +150,15 @@ class Call:
             self._suspect = self._suspect or uuid.uuid4().hex
 
     def _is_to_blame(self, error: Exception) -> bool:
-        """Whether a replica has died while this ran there, and no other suspect."""
+        """Whether replicas have died while this ran there, and no other suspect: one whose engine
+        says so, or `ALONE` whose processes are gone.
+        """
         if isinstance(error, EngineStopped):
             return error.running
         left = self.left_s
         within_s = SETTLED_WITHIN_S if left is None else min(SETTLED_WITHIN_S, left)
-        return suspects.killed(self._suspect, within_s)
+        self._ended_alone += suspects.killed(self._suspect, within_s)
+        return self._ended_alone == self.ALONE
 
     @property
     def is_suspect(self) -> bool:

@@ -128,6 +128,8 @@ class Gateway:
         """
         await self._heard()
         waking = waking_of(self._engine)
+        if waking.failed:
+            raise NotReady("the last engine replica failed; another one is being started")
         if waking.asleep:
             return "starting" if waking.starting else "asleep"
         if not waking.may_sleep:

@@ -212,10 +212,12 @@ class Openings:
     """Prefixes that many different states begin with, learned from the keys that pass by.
 
     A prefix with `distinct` continuations within `window_s` is an opening, and stays one: that an
-    opening is no longer shared does no harm, that an anchor changes costs a recompute. States are
-    routed on the first entry past the deepest opening of theirs, so that a common system prompt
-    spreads over the fleet, and a growing history stays where it is. A router observes what it
-    routes and hears what replicas learned; a replica observes what it gets, and tells.
+    opening is no longer shared does no harm, that an anchor changes costs a recompute. A long one
+    needs more of them, `distinct_long`: a history that is tried in several ways is a prefix of
+    each, and to spread it is the dearer the longer it is. States are routed on the first entry
+    past the deepest opening of theirs, so that a common system prompt spreads over the fleet, and
+    a growing history stays where it is. A router observes what it routes and hears what replicas
+    learned; a replica observes what it gets, and tells.
 
     Only branchings are stored. A reference chain is kept for each entry where texts part; a new
     key is compared with it, and their common part is a prefix with one more continuation. Both
@@ -223,10 +225,18 @@ class Openings:
     """
 
     def __init__(
-        self, distinct: int = 8, window_s: float = 600.0, heard: int = 512, told: int = 32
+        self,
+        distinct: int = 3,
+        distinct_long: int = 8,
+        window_s: float = 600.0,
+        heard: int = 512,
+        told: int = 32,
     ) -> None:
-        """heard: most openings known at a time. told: most openings passed on."""
-        self._distinct, self._window, self._told, self._most = distinct, window_s, told, heard
+        """distinct, distinct_long: continuations of an opening of at most 16 KiB, and of a longer
+        one. heard: most openings known at a time. told: most openings passed on.
+        """
+        self._distinct, self._distinct_long = distinct, distinct_long
+        self._window, self._told, self._most = window_s, told, heard
         self._known: dict[int, float] = {}  # entry -> last used, seconds; the last used stand last
         self._references: Recent[int, RouteKey] = Recent(4096)
         self._branchings: Recent[int, dict[int, float]] = Recent(1024)
@@ -271,6 +281,8 @@ class Openings:
                 # a step of a long history changes no entry but the last, and is no continuation
                 if mine == theirs or len(entries) - 1 > FINE_ENTRIES:
                     return
+                if key.size > other.size:
+                    break  # perhaps the same state, grown; one that is not longer is another
             elif theirs.startswith(mine[:-8]):
                 return  # the same state, earlier
             elif mine.startswith(theirs[:-8]):
@@ -278,21 +290,22 @@ class Openings:
             parted = _agreed(mine, theirs)
             if not at < parted < min(len(mine), len(theirs)) // 8:
                 return  # a chain that is no text's
-            self._count(entries[parted - 1], other.entries()[parted], now)
-            self._count(entries[parted - 1], entries[parted], now)
+            least = self._distinct if parted <= FINE_ENTRIES else self._distinct_long
+            for continuation in (other.entries()[parted], entries[parted]):
+                self._count(entries[parted - 1], continuation, least, now)
             at = parted
         self._references.put(entries[at], key)
 
-    def _count(self, prefix: int, continuation: int, now: float) -> None:
+    def _count(self, prefix: int, continuation: int, least: int, now: float) -> None:
         found = self._branchings.get(prefix)
         if found is None:
             found = {}
             self._branchings.put(prefix, found)
         found[continuation] = now
-        if len(found) >= self._distinct:
+        if len(found) >= least:
             for entry in [e for e, used in found.items() if now - used > self._window]:
                 del found[entry]
-            if len(found) >= self._distinct:
+            if len(found) >= least:
                 found.clear()
                 self._use(prefix, now)
 

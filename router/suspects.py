@@ -4,7 +4,7 @@ A request that was in a replica that died is a suspect: it may have killed it, o
 with the one that did. It is tried again alone, under a mark in the cluster's key-value store that
 names the replica while it runs there, one suspect at a time. If that replica dies too, the mark
 says who was running; a suspect that was only waiting there, or could not be reached, is not to
-blame.
+blame. Nor is one that ran there once: something else may have ended the process.
 """
 
 import asyncio

@@ -1,7 +1,9 @@
 """Callers before an engine that may have no replica: who waits for one, and who is sent away.
 
 Both wake the fleet: one cheap call is left waiting in the handle, which is what Serve's autoscaler
-sees, and what tells how long a start takes. Imports no torch.
+sees, and what tells how long a start takes. A fleet whose last replica failed has none, too, and
+does not sleep: Serve starts another one by itself, and callers wait for it as in any fleet. Imports
+no torch.
 """
 
 import logging
@@ -11,18 +13,29 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
+
+import ray
+from ray.serve._private.common import DeploymentStatus
+from ray.serve.context import _get_global_client
 
 from flide_engine.errors import NotReady
 from router.boards import Members, shared
 
 log = logging.getLogger("ray.serve")
 
+T = TypeVar("T")
+
 LEAST_S = 1.0
 """The shortest time after which to come again, also when a start takes longer than others did."""
 
 HEARD_WITHIN_S = 0.5
 """How long a process may take to hear for the first time what replicas there are."""
+
+LOOK_EVERY_S, LOOK_WITHIN_S = 2.0, 0.5
+"""How often Serve is asked what a fleet without replicas is, and how long an answer is waited for.
+"""
 
 REMEMBERED = 4
 """Starts of which the longest is expected again: who was not the first to wake a fleet has seen
@@ -32,13 +45,30 @@ only the end of its start.
 Call = Callable[[], "Future[Any]"]
 """Begins a cheap call, which is answered once there is a replica."""
 
+Look = Callable[[], "Future[bool]"]
+"""Asks Serve whether the deployment's replicas have failed."""
+
+
+def never() -> "Future[bool]":
+    """They have not."""
+    answered: Future[bool] = Future()
+    answered.set_result(False)
+    return answered
+
 
 class Waking:
     """What one process knows of the starts of a deployment. Any thread may use it."""
 
-    def __init__(self, members: Members, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        members: Members,
+        clock: Callable[[], float] = time.monotonic,
+        look: Look = never,
+    ) -> None:
         """members: of the deployment, as this process's routers hear of them."""
-        self.members, self._clock = members, clock
+        self.members, self._clock, self._look = members, clock, look
+        self._seen: Future[bool] = never()
+        self._looked = -math.inf
         self._starts: deque[float] = deque(maxlen=REMEMBERED)
         self._began: float | None = None
         self._waited = False
@@ -52,6 +82,18 @@ class Waking:
     @property
     def asleep(self) -> bool:
         """Whether there is no replica, and none is meant to be."""
+        return self._is_empty and not self.failed
+
+    @property
+    def failed(self) -> bool:
+        """Whether there is no replica because the last one failed, as far as is known: another one
+        is being started.
+        """
+        seen = self._seen
+        return self._is_empty and seen.done() and seen.exception() is None and seen.result()
+
+    @property
+    def _is_empty(self) -> bool:
         return self.may_sleep and self.members.count == 0
 
     @property
@@ -60,16 +102,24 @@ class Waking:
         return self._began is not None
 
     def pauses(self, known: Callable[[], bool]) -> Iterator[float]:
-        """Seconds to sleep, one after the other, until it is heard what replicas there are; none
-        but the first time. known: whether Serve knows of any.
+        """Seconds to sleep, one after the other, until it is heard what replicas there are, and why
+        there is none; mostly none. known: whether Serve knows of any.
         """
-        if self._waited:
+        if not self._waited:
+            for _ in range(int(HEARD_WITHIN_S / 0.01)):
+                if self.members.count is not None or known():
+                    break
+                yield 0.01
+            self._waited = True
+        if not self._is_empty:
             return
-        for _ in range(int(HEARD_WITHIN_S / 0.01)):
-            if self.members.count is not None or known():
+        with self._lock:
+            if self._seen.done() and self._clock() - self._looked > LOOK_EVERY_S:
+                self._looked, self._seen = self._clock(), self._look()
+        for _ in range(int(LOOK_WITHIN_S / 0.01)):
+            if self._seen.done():
                 break
             yield 0.01
-        self._waited = True
 
     def check(self, patience_s: float, call: Call) -> None:
         """Returns for who waits for an answer so long. If the fleet sleeps it is woken by the call,
@@ -112,23 +162,34 @@ def waking_of(handle: Any) -> Waking:
     members = shared(*key).members
     found = _of.get(key)
     if found is None or found.members is not members:
-        found = _of[key] = Waking(members)
+        look = partial(_on_a_thread, lambda: have_failed(*key))
+        found = _of[key] = Waking(members, look=look)
     return found
 
 
 def cheap_call(handle: Any) -> Call:
     """A call of an engine's `describe`, waited for by a thread that keeps no process alive."""
+    return partial(_on_a_thread, lambda: handle.describe.remote().result())
 
-    def begin() -> "Future[Any]":
-        answered: Future[Any] = Future()
 
-        def wait() -> None:
-            try:
-                answered.set_result(handle.describe.remote().result())
-            except Exception as error:
-                answered.set_exception(error)
+def have_failed(app: str, deployment: str) -> bool:
+    """Whether Serve has the deployment for unhealthy: a replica failed and is being replaced. One
+    that is scaled to zero is healthy. Blocks; raises what Ray does.
+    """
+    if not ray.is_initialized():
+        return False
+    found = _get_global_client().get_serve_status(app).get_deployment_status(deployment)
+    return found is not None and found.status == DeploymentStatus.UNHEALTHY
 
-        threading.Thread(target=wait, name="flide-waking", daemon=True).start()
-        return answered
 
-    return begin
+def _on_a_thread(work: Callable[[], T]) -> "Future[T]":
+    answered: Future[T] = Future()
+
+    def wait() -> None:
+        try:
+            answered.set_result(work())
+        except Exception as error:
+            answered.set_exception(error)
+
+    threading.Thread(target=wait, name="flide-waking", daemon=True).start()
+    return answered

@@ -1,13 +1,16 @@
 """The fleet benchmarks' own parts: who asks, what is counted, what a drain saved; no cluster."""
 
 import asyncio
+import gzip
+import json
+from argparse import Namespace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.fleet.__main__ import kills
+from benchmarks.fleet.__main__ import ask_for, kills
 from benchmarks.fleet.callers import CARELESS, OPENING_BYTES, SIZES, Caller, Cutter, callers
 from benchmarks.fleet.cards import shares_of
 from benchmarks.fleet.choosing import Choosing
@@ -22,6 +25,7 @@ from flide_engine.config import EngineConfig
 from loadtest.driver import Reply, Sample
 
 SMALL = SIZES["small"]
+ASKED = {"id": "q", "type": "noul", "instructions": "Is it?", "criteria": None}
 
 
 @pytest.fixture(scope="module")
@@ -218,3 +222,16 @@ def test_choices_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(IndexError):
         asyncio.run(chooser.choose_replicas())
     assert choosing.choose_ms == [1.0, 1.0]
+
+
+def test_histories_at_full_length_are_taken(tmp_path: Path) -> None:
+    """Longer than what an engine takes unless told otherwise; no caller is refused anything."""
+    long = {"id": "t", "steps": [{"append": "many words " * 17_000, "questions": [ASKED]}]}
+    documents = [{"id": "d", "state": "word " * 3000, "questions": [ASKED] * 2}] * 2
+    for file, rows in (("agent_trajectories", [long]), ("quality_like", documents)):
+        with gzip.open(tmp_path / f"{file}.jsonl.gz", "wt") as lines:
+            lines.writelines(json.dumps(row) + "\n" for row in rows)
+    args = Namespace(size="full", agents=1, steps=1, data=tmp_path)
+    asked = ask_for(args)
+    assert asked.told.computed > EngineConfig().max_prompt_tokens
+    assert asked.engine["max_prompt_tokens"] > EngineConfig().max_prompt_tokens

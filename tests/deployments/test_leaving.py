@@ -19,6 +19,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 from safetensors.torch import load_file, save_file
 from typesafe_sdk import Noul, TypeSafeClient, TypeSafeUnprocessableEntityError
 
@@ -63,11 +64,13 @@ class Fleet:
         serve.run(app, name="default", external_scaler_enabled=True)
 
     def counters(self) -> dict[str, dict[str, Any]]:
-        """What each replica has counted, by its id; asked again while a dead one is listed."""
+        """What each replica has counted, by its id; asked again while a dead one is listed, or none
+        is.
+        """
         for _ in range(300):
             try:
                 return self._counters()
-            except RayActorError:
+            except (RayActorError, DeploymentUnavailableError):
                 time.sleep(0.1)
         raise AssertionError("dead replicas stay listed")
 
@@ -189,10 +192,10 @@ def fleet() -> Iterator[Fleet]:
             ray.shutdown()
 
 
-def test_a_request_that_kills_costs_two_replicas_and_nobody_an_answer(
+def test_a_request_that_kills_costs_three_replicas_and_nobody_an_answer(
     fleet: Fleet, tmp_path: Path
 ) -> None:
-    """By the official SDK, which asks again where that may help: 422 once the second is dead, and
+    """By the official SDK, which asks again where that may help: 422 once the third is dead, and
     from then on, also by another way than that Gateway.
     """
     before = set(fleet.counters())
@@ -233,8 +236,8 @@ def test_a_request_that_kills_costs_two_replicas_and_nobody_an_answer(
                     "questions": {"q": {"type": "noul", "instructions": "?"}},
                 }
             )
-    assert len(deaths.read_text().split()) == 2
-    assert len(set(fleet.counters()) & before) == 1
+    assert len(deaths.read_text().split()) == 3
+    assert len(set(fleet.counters()) & before) <= 1
     for asked, answer in zip(bystanders, answered, strict=True):
         assert abs(p(answer) - p(fleet.over_handle(asked))) < TOLERANCE
 

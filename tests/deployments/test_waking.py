@@ -1,6 +1,8 @@
 """A fleet that goes to zero in silence, and is woken, over HTTP and by handle."""
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -100,6 +102,29 @@ def test_a_fleet_sleeps_and_is_woken_by_every_way(fleet: Fleet) -> None:
 
 
 @pytest.mark.slow
+def test_a_fleet_whose_replica_died_does_not_sleep(tmp_path: Path) -> None:
+    """Nobody is sent away with the time of a start: who comes while another one starts, waits."""
+    words = ("num_replicas=auto", "min_replicas=0", "max_replicas=1", "downscale_delay_s=120")
+    more = ("model=nano", "cpus_per_replica=0.1", f"cold_start_s={COLD_START_S}")
+    boards._shared.clear()
+    with serving(tmp_path / "log", *words, *more) as served, joined(served.address):
+        fleet, told = Fleet(served), set[tuple[int, str]]()
+        counters = serve.get_deployment_handle("Engine", "default").broadcast("counters")
+        os.kill(counters.results(timeout_s=60)[0]["process"], signal.SIGKILL)
+
+        def is_gone() -> bool:
+            told.add(fleet.health())
+            return boards.shared("default", "Engine").members.count == 0
+
+        wait_until(is_gone)
+        told.add(fleet.health())
+        assert fleet.post(1000 * COLD_START_S // 2).status_code == 200
+        assert fleet.health() == (200, "ok")
+        assert told <= {(200, "ok"), (503, "")}
+    boards._shared.clear()
+
+
+@pytest.mark.slow
 def test_handles_wake_a_fleet(fleet: Fleet) -> None:
     """A client by what it waits for, in calls that block or not; every way at once is answered."""
     fleet.wait_for(0)
@@ -126,3 +151,12 @@ def test_handles_wake_a_fleet(fleet: Fleet) -> None:
         answers = [asked.result() for asked in [pool.submit(way) for way in ways]]
     assert max(answers) - min(answers) < 1e-5
     assert short.decide(ASKED).answers["q"].noul == pytest.approx(answers[0], abs=1e-5)
+    # what tells Serve of the handle's queue ends with the last client, and begins with another one
+    telling = short._handle._router._asyncio_router._metrics_manager.metrics_pusher._async_tasks
+    short.close()
+    assert telling
+    long.close()
+    assert not telling
+    fleet.wait_for(0)
+    with DecisionClient(timeout=200) as another:
+        assert another.decide(ASKED).answers["q"].noul == pytest.approx(answers[0], abs=1e-5)

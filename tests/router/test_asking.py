@@ -174,18 +174,31 @@ def test_a_death_costs_one_retry(way: str, death: object, blamed: list[str]) -> 
 
 @both
 @deaths
-def test_who_ran_where_a_second_replica_died_is_refused(
-    way: str, death: object, blamed: list[str]
-) -> None:
-    """From then on, without another replica."""
+def test_who_ran_where_replicas_died_is_refused(way: str, death: object, blamed: list[str]) -> None:
+    """From then on, without another replica. A process that is gone may be anybody's doing: it
+    takes two; an engine that says that it ended under a request is told at once.
+    """
     blamed.append("me")
-    for replies in ((death, death), (GOOD,)):
+    said = death not in (DIED, AWAY)
+    deadly = Handle(death, death, *([] if said else [death]))
+    for handle in (deadly, Handle(GOOD)):
         with pytest.raises(RequestQuarantined, match="2 replicas died"):
-            asked(Handle(*replies), way)
+            asked(handle, way)
+    assert len(deadly.calls) == len(deadly.responses)
 
 
 @both
-def test_what_has_cost_two_replicas_elsewhere_costs_one_here_at_most(
+@pytest.mark.parametrize("death", [DIED, AWAY])
+def test_who_ran_once_where_a_process_was_killed_is_answered(
+    way: str, death: object, blamed: list[str]
+) -> None:
+    """Others killed it."""
+    blamed.append("me")
+    assert asked(Handle(death, death, GOOD), way) == GOOD
+
+
+@both
+def test_what_is_refused_elsewhere_costs_one_replica_here_at_most(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process tells it while the first one dies here."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flide_engine.errors import NotReady
-from router import boards
+from router import boards, waking
 from router.boards import Members
 from router.http_errors import STATUS, error_headers
 from router.waking import Waking, cheap_call, waking_of
@@ -22,11 +22,24 @@ class Asleep:
         self.members, self.now = Members(), 100.0
         self.members.count, self.members.cold_start_s = replicas, cold_start_s
         self.calls: list[Future[Any]] = []
-        self.waking = Waking(self.members, lambda: self.now)
+        self.looks: list[Future[bool]] = []
+        self.waking = Waking(self.members, lambda: self.now, self._look)
 
     def _call(self) -> "Future[Any]":
         self.calls.append(Future())
         return self.calls[-1]
+
+    def _look(self) -> "Future[bool]":
+        self.looks.append(Future())
+        return self.looks[-1]
+
+    def heard(self, failed: bool | Exception) -> None:
+        """A caller comes, and Serve says whether the replicas failed."""
+        for _ in self.waking.pauses(lambda: True):
+            if not self.looks[-1].done() and isinstance(failed, bool):
+                self.looks[-1].set_result(failed)
+            elif not self.looks[-1].done():
+                self.looks[-1].set_exception(failed)
 
     def start(self, after_s: float) -> None:
         """A replica runs, so long after it was woken."""
@@ -102,7 +115,7 @@ def test_what_was_not_heard_yet_is_waited_for_once() -> None:
     fleet = Asleep(replicas=None)
     pauses = fleet.waking.pauses(lambda: False)
     next(pauses)
-    fleet.members.count = 0
+    fleet.members.count = 1
     assert list(pauses) == []
     known = iter([False, False, True])
     assert len(list(Asleep(replicas=None).waking.pauses(lambda: next(known)))) == 2
@@ -122,6 +135,55 @@ def test_a_start_that_fails_is_tried_again(caplog: pytest.LogCaptureFixture) -> 
     assert not fleet.waking.starting
     assert fleet.told(10) == 60_000
     assert len(fleet.calls) == 2
+
+
+def test_a_fleet_whose_last_replica_failed_does_not_sleep() -> None:
+    """Callers wait for its successor as in any fleet, until Serve says that none is meant to be;
+    it is asked every two seconds.
+    """
+    fleet = Asleep(cold_start_s=60)
+    fleet.heard(failed=True)
+    assert fleet.waking.failed
+    assert not fleet.waking.asleep
+    assert fleet.told(1) == 0
+    assert fleet.calls == []
+    fleet.heard(failed=False)
+    assert len(fleet.looks) == 1
+    assert fleet.told(1) == 0
+    fleet.now += 2.5
+    fleet.heard(failed=False)
+    assert fleet.waking.asleep
+    assert fleet.told(1) == 60_000
+    fleet.start(after_s=20)
+    fleet.heard(failed=True)
+    assert len(fleet.looks) == 2
+    assert not fleet.waking.failed
+
+
+def test_a_fleet_of_which_serve_says_nothing_sleeps() -> None:
+    """It cannot be asked, or does not answer, for which nobody waits long; it is asked again."""
+    fleet = Asleep(cold_start_s=60)
+    fleet.heard(OSError("no controller"))
+    assert fleet.told(1) == 60_000
+    fleet.now += 2.5
+    pauses = fleet.waking.pauses(lambda: True)
+    assert sum(pauses) == pytest.approx(0.5)
+    assert fleet.told(1) == 60_000 - 2500
+    assert len(fleet.looks) == 2
+
+
+def test_serve_is_asked_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the handle's deployment, by whoever finds no replica."""
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(waking, "have_failed", lambda *of: asked.append(of) or True)
+    boards._shared.clear()
+    found = waking_of(Handle())
+    found.members.count, found.members.cold_start_s = 0, 60.0
+    for pause in found.pauses(lambda: True):
+        threading.Event().wait(pause)
+    assert found.failed
+    assert asked == [("app", "Engine")]
+    boards._shared.clear()
 
 
 class Handle:
