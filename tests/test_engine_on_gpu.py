@@ -133,4 +133,4 @@ def test_a_fault_on_the_device_ends_the_engine() -> None:
     done = subprocess.run(
         [sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=240, check=False
     )
-    assert done.stdout.split() == ["EngineStopped", "NotReady", "False"], done.stderr
+    assert done.stdout.split() == ["EngineStopped", "EngineStopped", "False"], done.stderr
