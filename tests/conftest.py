@@ -93,5 +93,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Served]":
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("OMP_NUM_THREADS")
-            found = stack.enter_context(serving(tmp_path_factory.mktemp("served") / "log"))
-        yield Served(*found)
+            log = tmp_path_factory.mktemp("served") / "log"
+            found = stack.enter_context(serving(log))
+        yield Served(*found, log)

@@ -24,10 +24,11 @@ START_WITHIN_S = 120
 
 @dataclass(frozen=True)
 class Served:
-    """A running server, and its cluster's address."""
+    """A running server, its cluster's address, and where its output goes."""
 
     url: str
     address: str
+    log: Path
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,6 @@ class Started(Served):
     """One that a test has started for itself."""
 
     process: subprocess.Popen[str]
-    log: Path
 
 
 def free_port() -> int:
@@ -71,7 +71,7 @@ def serving(log: Path, *args: str) -> Iterator[Started]:
         assert "serving at" in text, text
         found = re.search(r"cluster: ([\w.:]+)", text)
         assert found, text
-        yield Started(f"http://127.0.0.1:{port}", found[1], process, log)
+        yield Started(f"http://127.0.0.1:{port}", found[1], log, process)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGINT)
