@@ -140,8 +140,7 @@ def prep_kernel(
         x = _inverse(kk * decay * beta[:, None], j, product).to(kind)
         for part in range(0, DK, BD):
             k = tl.load(keys + part, mask=there[:, None], other=0.0).to(tl.float32)
-            decayed = (k * tl.exp2(end - total)[:, None]).to(kind)
-            tl.store(k_out + key + part, decayed)
+            tl.store(k_out + key + part, (k * tl.exp2(end - total)[:, None]).to(kind))
             scaled = (k * (beta * tl.exp2(total))[:, None]).to(kind)
             tl.store(w_out + key + part, tl.dot(x, scaled, input_precision=product).to(kind))
         values = mixed + (row * channels)[:, None] + (2 * HK * DK + hv * DV + d)[None, :]

@@ -47,9 +47,16 @@ CHECKS = (
 )
 
 
+def asked_for() -> list[object]:
+    """Requests in memory."""
+    gc.collect()
+    return [o for o in gc.get_objects() if type(o) in (RequestWork, DecisionRequest)]
+
+
 @pytest.fixture(scope="module")
 def app() -> Iterator[LocalApp]:
     """The nano model, with small limits."""
+    before = asked_for()  # other files' tests hold some
     with local_app(
         model="nano", max_prompt_tokens=2048, max_request_tokens=4096, max_decoded_bytes=1 << 16,
         max_body_bytes=1 << 16, max_questions=16, max_timeout_s=20,
@@ -60,8 +67,8 @@ def app() -> Iterator[LocalApp]:
         made.engine.drop_checkpoints()
         held = made.engine.accounting()
         assert held.page_bytes_held == held.slot_bytes_held == 0
-        gc.collect()
-        assert not [o for o in gc.get_objects() if type(o) in (RequestWork, DecisionRequest)]
+        left = {id(o) for o in asked_for()} - {id(o) for o in before}
+        assert not left, f"{len(left)} requests are still in memory"
 
 
 OPERATIONS = [
