@@ -1,5 +1,6 @@
 """Answers are the same from device, host memory and disk, and after a restart."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,15 @@ def test_others_run_while_a_state_comes_back(
         order.clear()
         requests = {"coming": ask(1, 45), "new": ask(2, 30)}
         futures: list[Any] = []
-        engine._loop.call(
-            lambda: futures.extend(engine.submit(r, name=n) for n, r in requests.items())
-        )
+
+        def submit() -> None:
+            """Both, before a round is formed: one alone would wait for its state and run first."""
+            futures.extend(engine.submit(r, name=n) for n, r in requests.items())
+            while engine._loop.waiting < len(requests):
+                assert not any(future.done() for future in futures)
+                time.sleep(0.001)
+
+        engine._loop.call(submit)
         for future, request in zip(futures, requests.values(), strict=True):
             answer = future.result(60).answers["q"]
             assert float(answer.noul) == pytest.approx(probability(plain, request), abs=1e-6)
