@@ -63,6 +63,7 @@ ONLY = {
         "flide_engine/engine.py",
         "deployments/replica.py",
         "deployments/doctor.py",
+        "deployments/inventory.py",
         "tiny_model/",
     ),
 }
