@@ -71,7 +71,7 @@ def scrape(urls: Iterable[str], app: str = "default") -> Scrape:
     """A look at these endpoints now. Raises OSError if one does not answer."""
     texts = []
     for url in urls:
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             texts.append(answer.read().decode())
     return Scrape(texts, app)
 
