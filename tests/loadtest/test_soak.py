@@ -29,6 +29,8 @@ LIMITS: dict[str, Any] = {
     # a third of what the mix would like to keep: rounds have to take checkpoints' room
     "pool_bytes": 4 << 20,
     "host_bytes": 1 << 20,
+    # a slow machine refuses nothing
+    "max_queue_ms": 10**9,
 }
 
 
