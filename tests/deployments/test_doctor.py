@@ -21,7 +21,8 @@ from deployments.doctor import callers, engine, examine, proxies
 from deployments.preflight import Finding, authentication, placement
 from flide_engine import parity
 from flide_engine.errors import ConfigError, WeightsError
-from tests.deployments.conftest import ROOT, free_port
+from loadtest.local import free_port
+from tests.deployments.conftest import ROOT
 
 CLEAN = {"PATH": os.environ["PATH"]}
 
@@ -36,7 +37,7 @@ def looked(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     given = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return subprocess.run(
         [sys.executable, "-m", "deployments.doctor", "doctor", *words],
-        cwd=ROOT, env={**given, **env}, capture_output=True, text=True, timeout=120, check=False,
+        cwd=ROOT, env={**given, **env}, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
 
 

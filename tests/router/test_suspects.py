@@ -8,6 +8,7 @@ import pytest
 
 from router import suspects
 from router.suspects import REFUSED, STORE, Refused, Turns
+from tests.waiting import PATIENCE_S
 
 
 class Cluster:
@@ -89,7 +90,7 @@ def test_one_suspect_runs_at_a_time_and_is_marked_meanwhile(cluster: Cluster) ->
             await tasks[1]
         assert not cluster.marks
 
-    asyncio.run(asyncio.wait_for(run(), 10))
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
 
 def test_what_is_refused_is_known_to_all(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +113,7 @@ def test_who_leaves_while_it_is_marked_leaves_no_mark(
 
     def slow(*args: Any, **kw: Any) -> None:
         begun.set()
-        gate.wait(10)
+        gate.wait(PATIENCE_S)
         put(*args, **kw)
 
     monkeypatch.setattr(cluster, "_internal_kv_put", slow)
@@ -125,7 +126,7 @@ def test_who_leaves_while_it_is_marked_leaves_no_mark(
                 raise AssertionError("it has left")
 
         task = asyncio.create_task(ask())
-        await asyncio.to_thread(begun.wait, 10)
+        await asyncio.to_thread(begun.wait, PATIENCE_S)
         for _ in range(3):
             task.cancel()
             await asyncio.sleep(0.01)
@@ -137,7 +138,7 @@ def test_who_leaves_while_it_is_marked_leaves_no_mark(
         while cluster.marks:  # noqa: ASYNC110 - a moment later, beside what goes on
             await asyncio.sleep(0.01)
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
 
 def test_a_mark_blames_only_where_the_replica_is_dead(cluster: Cluster) -> None:
