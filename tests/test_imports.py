@@ -29,6 +29,7 @@ ONLY = {
         "router/asking.py",
         "router/fan_out.py",
         "router/suspects.py",
+        "router/crash.py",
         "router/waking.py",
         "router/ledger.py",
         "deployments/",

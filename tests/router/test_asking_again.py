@@ -17,7 +17,7 @@ from router import asking, boards
 from router.asking import ask, ask_within
 from router.options import CallOptions
 from router.quarantine import Quarantine
-from router.suspects import SETTLED_WITHIN_S
+from router.suspects import SETTLED_WITHIN_S, End
 from tests.router.handle_stand_ins import (
     AWAY,
     DIED,
@@ -34,11 +34,11 @@ from tests.router.handle_stand_ins import (
 
 
 @pytest.fixture
-def blamed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names under which a suspect is found to have been running where the replica died."""
-    found: list[str] = []
+def blamed(monkeypatch: pytest.MonkeyPatch) -> list[End]:
+    """How replicas are found to have ended under a suspect: not at all, or as the last says."""
+    found = [End.NONE]
     monkeypatch.setattr(asking, "_quarantine", Quarantine())
-    monkeypatch.setattr(asking.suspects, "killed", lambda suspect, within_s: bool(found))
+    monkeypatch.setattr(asking.suspects, "ended_under", lambda suspect, within_s: found[-1])
     return found
 
 
@@ -51,7 +51,7 @@ deaths = pytest.mark.parametrize(
 
 @both
 @deaths
-def test_a_death_costs_one_retry(way: str, death: object, blamed: list[str]) -> None:
+def test_a_death_costs_one_retry(way: str, death: object, blamed: list[End]) -> None:
     """The same call again, as a suspect, which shares no round."""
     handle = Handle(death, GOOD)
     assert asked(handle, way) == GOOD
@@ -65,12 +65,16 @@ def test_a_death_costs_one_retry(way: str, death: object, blamed: list[str]) -> 
 
 @both
 @deaths
-def test_who_ran_where_replicas_died_is_refused(way: str, death: object, blamed: list[str]) -> None:
+@pytest.mark.parametrize("end", [End.GONE, End.CRASHED])
+def test_who_ran_where_replicas_died_is_refused(
+    way: str, death: object, end: End, blamed: list[End]
+) -> None:
     """From then on, without another replica. A process that is gone may be anybody's doing: it
-    takes two; an engine that says that it ended under a request is told at once.
+    takes two; one that ended by a fault of its own, or an engine that says that it ended under a
+    request, is believed at once.
     """
-    blamed.append("me")
-    said = death not in (DIED, AWAY)
+    blamed.append(end)
+    said = death not in (DIED, AWAY) or end is End.CRASHED
     deadly = Handle(death, death, *([] if said else [death]))
     for handle in (deadly, Handle(GOOD)):
         with pytest.raises(RequestQuarantined, match="2 replicas died"):
@@ -81,10 +85,10 @@ def test_who_ran_where_replicas_died_is_refused(way: str, death: object, blamed:
 @both
 @pytest.mark.parametrize("death", [DIED, AWAY])
 def test_who_ran_once_where_a_process_was_killed_is_answered(
-    way: str, death: object, blamed: list[str]
+    way: str, death: object, blamed: list[End]
 ) -> None:
     """Others killed it."""
-    blamed.append("me")
+    blamed.append(End.GONE)
     assert asked(Handle(death, death, GOOD), way) == GOOD
 
 
@@ -111,7 +115,7 @@ def test_what_is_refused_elsewhere_costs_one_replica_here_at_most(
 
 @both
 @pytest.mark.parametrize("death", [DIED, AWAY, WAITED], ids=["died", "unavailable", "waited"])
-def test_who_did_not_run_there_is_not_to_blame(way: str, death: object, blamed: list[str]) -> None:
+def test_who_did_not_run_there_is_not_to_blame(way: str, death: object, blamed: list[End]) -> None:
     """It is asked again, by the same name, until it is answered; but not for ever.
 
     One that is known to have waited is no suspect, and shares rounds as before.
@@ -129,7 +133,7 @@ def test_who_did_not_run_there_is_not_to_blame(way: str, death: object, blamed: 
 
 @both
 def test_a_suspect_that_is_not_answered_leaves_no_mark(
-    way: str, blamed: list[str], monkeypatch: pytest.MonkeyPatch
+    way: str, blamed: list[End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the cluster's store, where a replica that died has left it; one that is has none left."""
     ended: list[str] = []
@@ -167,11 +171,11 @@ def test_a_death_is_waited_for_within_the_callers_time(
     """The cluster learns of it in time, or the request is asked again while there is any."""
     waited: list[float] = []
 
-    def killed(suspect: str, within_s: float) -> bool:
+    def ended_under(suspect: str, within_s: float) -> End:
         waited.append(within_s)
-        return False
+        return End.NONE
 
-    monkeypatch.setattr(asking.suspects, "killed", killed)
+    monkeypatch.setattr(asking.suspects, "ended_under", ended_under)
     monkeypatch.setattr(asking, "time", SimpleNamespace(monotonic=lambda: 100.0))
     handle: Any = Handle(DIED, DIED, GOOD)
     options = CallOptions(timeout_s=timeout)
