@@ -212,7 +212,11 @@ async def ask(
                 if call.is_suspect:  # else a refusal costs no thread
                     _in_background(call.ended)
                 raise ours from None
-            await asyncio.to_thread(call.failed, error)
+            try:
+                async with asyncio.timeout(call.left_s):  # the cluster's store may be slow to tell
+                    await asyncio.to_thread(call.failed, error)
+            except TimeoutError:
+                raise call.late() from None
 
 
 def _in_background(work: Callable[[], None]) -> None:

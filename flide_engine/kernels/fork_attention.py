@@ -104,7 +104,8 @@ def _held_keys(
     row = tl.load(tail_rows + index, mask=index < 0, other=0)
     row = tl.where(index < 0, row, low + index)
     real = low + index < high
-    place = tl.where(real, row, 0).to(tl.int64) * (NKV * D) + kv * D
+    # elsewhere a row that all of the node see: no weight makes nothing of what is not finite
+    place = tl.where(real, row, low).to(tl.int64) * (NKV * D) + kv * D
     at = place[:, None] + d[None, :]
     return tl.load(k + at), tl.load(v + at), real
 

@@ -229,6 +229,23 @@ def test_attention(kind: str, only_reads: bool, window: int | None, dtype: torch
         assert relative_error(b, a) < RELATIVE_ERROR[dtype]
 
 
+@pytest.mark.parametrize("kind", ["company", "resumed"])
+def test_what_is_not_finite_in_one_request_stays_there(kind: str) -> None:
+    """Keys and values of the first row, which is the first tree's: no other tree sees them."""
+    plan, tables = both_streams(kind)
+    case = AttentionCase(plan, tables.capacity.rows, None, DTYPES[-1])
+    case.k_v[0] = torch.nan
+    roots = np.arange(plan.num_nodes)
+    for n, parent in enumerate(plan.parents.tolist()):
+        roots[n] = roots[parent] if parent >= 0 else n
+    others = np.repeat(roots != 0, np.diff(plan.cu_seqlens))
+    want, got = case.wanted(False)[0], case.found(tables, False)[0]
+    assert others.any()
+    assert torch.isfinite(want[others]).all()
+    assert torch.isfinite(got[others]).all()
+    assert torch.isnan(got[0]).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("kind", "only_reads", "window", "split"),

@@ -1,6 +1,7 @@
 """A decision whose replica dies: asked again as a suspect, refused or answered; over a stand-in."""
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -184,3 +185,23 @@ def test_a_death_is_waited_for_within_the_callers_time(
     else:
         ask_within(handle, REQUEST, options)
     assert waited == [most]
+
+
+def test_a_store_that_is_slow_does_not_outlast_the_callers_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On an event loop: what others refuse is asked for after a death, and nobody answers."""
+    gate = threading.Event()
+    store: Any = SimpleNamespace(put=lambda *told: None, all=lambda: gate.wait(60) and {})
+    monkeypatch.setattr(asking, "_quarantine", Quarantine(store=store))
+    handle: Any = Handle(DIED, GOOD)
+
+    async def run() -> None:
+        try:
+            with pytest.raises(DeadlineExceeded):
+                await ask(handle, REQUEST, CallOptions(timeout_s=0.2))
+        finally:
+            gate.set()  # or the loop would wait for the thread
+
+    asyncio.run(run())
+    assert len(handle.calls) == 1
