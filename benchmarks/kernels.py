@@ -42,7 +42,7 @@ class Calls:
     op: str
     variant: str
     arguments: dict[str, Any]
-    runs: list[Callable[[], Any]] = field(default_factory=list)
+    runs: list[partial[Any]] = field(default_factory=list)
     spans: list[float] = field(default_factory=list)
     replay: Callable[[], Any] | None = None
 

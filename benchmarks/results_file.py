@@ -15,15 +15,18 @@ Row = dict[str, Any]
 
 
 def commit() -> str:
-    """Short hash of the checkout, with "+" if it has changes. Outside a checkout (a copy of one on
-    another machine) what the environment variable BENCHMARK_COMMIT says, else nothing.
+    """What the environment variable BENCHMARK_COMMIT says, if it is set (in a copy of a checkout on
+    another machine, which may have a git of its own); else the short hash of the checkout, with "+"
+    if it has changes, or nothing outside of one.
     """
+    if told := os.environ.get("BENCHMARK_COMMIT"):
+        return told
     here = Path(__file__).parent
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
         capture_output=True, text=True, cwd=here, check=False,
     )  # fmt: skip
-    return done.stdout.strip() or os.environ.get("BENCHMARK_COMMIT", "")
+    return done.stdout.strip()
 
 
 def card() -> str:

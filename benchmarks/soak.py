@@ -73,9 +73,12 @@ def grown(before: dict[str, int], after: dict[str, int]) -> list[str]:
 
 
 def in_process(
-    config: EngineConfig, mix: Mix, clients: int, seconds: float, tolerance: float
+    config: EngineConfig, mix: Mix, clients: int, seconds: float, tolerance: float, least: int = 0
 ) -> tuple[Report, list[str]]:
-    """(what came of a soak of an engine in this process, what was left or wrong)."""
+    """(what came of a soak of an engine in this process, what was left or wrong).
+
+    least: requests that are asked in any case, however long that takes.
+    """
     expected = alone(config, mix)
     threads = set(threading.enumerate())
     engine = Engine(config)
@@ -87,7 +90,7 @@ def in_process(
         gc.collect()
         return {"this process": resident_bytes()}
 
-    report, problems = asyncio.run(_twice(soak, clients, seconds, quiet))
+    report, problems = asyncio.run(_twice(soak, clients, seconds, quiet, least))
     held = engine.accounting()
     left = {
         "waiting requests": engine.waiting,
@@ -149,11 +152,13 @@ async def _served(
     return report, problems + left
 
 
-async def _twice(soak: Soak, clients: int, seconds: float, quiet: Any) -> tuple[Report, list[str]]:
+async def _twice(
+    soak: Soak, clients: int, seconds: float, quiet: Any, least: int = 0
+) -> tuple[Report, list[str]]:
     """A warm-up and the rest; quiet: called on a thread after each, gives memory by name."""
-    warm = await soak.run(clients, WARM_UP * seconds)
+    warm = await soak.run(clients, WARM_UP * seconds, int(WARM_UP * least))
     before = await asyncio.to_thread(quiet)
-    report = warm + await soak.run(clients, (1 - WARM_UP) * seconds)
+    report = warm + await soak.run(clients, (1 - WARM_UP) * seconds, int((1 - WARM_UP) * least))
     problems = grown(before, await asyncio.to_thread(quiet))
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     return report, report.told + problems + [f"left a task: {task}" for task in tasks]

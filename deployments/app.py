@@ -44,9 +44,8 @@ that is free in one is of no use to another, and a process grows over tens of th
 def build(args: AppArgs) -> Application:
     """The Serve application of these arguments."""
     logging_options = logs.options(args.log_encoding, args.log_level)
-    gpus = args.gpus_per_replica
-    if gpus is None:
-        gpus = 1.0 if ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1 else 0.0
+    there = ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0
+    gpus = args.gpus_here(there)
     in_flight = IN_FLIGHT * args.engine.max_waiting_requests
     engine: Any = serve.deployment(
         name=ENGINE,

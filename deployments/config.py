@@ -198,6 +198,12 @@ class AppArgs(BaseModel):
             options["device_share"] = gpus
         return options
 
+    def gpus_here(self, gpus: float) -> float:
+        """GPUs of one engine replica where there are so many in all."""
+        if self.gpus_per_replica is not None:
+            return self.gpus_per_replica
+        return 1.0 if gpus >= 1 else 0.0
+
     @property
     def threads(self) -> Threads:
         """How many threads the CPU kernels of a replica run on: those that are set aside for it, if

@@ -36,8 +36,8 @@ class Leaving:
     within_s: float = 60.0
 
 
-SIBLING_WITHIN_S = 1.0
-"""How long a leaving replica looks for others of its deployment."""
+SIBLING_WITHIN_S = 5.0
+"""How long a leaving replica waits to hear whether there are others of its deployment."""
 
 AT_ONCE = 2
 """Checkpoints on their way at a time: one is read while another travels."""

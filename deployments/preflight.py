@@ -27,25 +27,24 @@ def placement(args: AppArgs, cores: int, gpus: int, joins: bool) -> Iterator[Fin
     scales = args.num_replicas == "auto"
     # a fleet that scales starts with the fewest, and may be meant for machines that are not there
     least, most = max(1, args.min_replicas) if scales else args.most_replicas, args.most_replicas
-    a_replica = args.gpus_per_replica
-    if a_replica is None:
-        a_replica = 1.0 if gpus else 0.0
+    a_replica = args.gpus_here(gpus)
     for kind, each, besides, there in (
         ("cpus", args.cpus_per_replica, 0.1 * args.gateway_replicas, cores),
         ("gpus", a_replica, 0.0, gpus),
     ):
         need = least * each + besides
         short = (
-            f"Ray would not place all: {least} replicas need {need:g} {kind}, there are {there};"
+            f"Ray would not place all: {least} of them need {need:g} {kind}, there are {there};"
             f" fewer replicas, or a smaller {kind}_per_replica; or a cluster of more machines"
         )
-        told = f"{most * each + besides:g} of {there} for {most} replicas"
+        told = f"{most * each + besides:g} of {there} for {most} replica{'s' * (most > 1)}"
         yield Finding(kind, told, "" if need <= there or joins else short)
     sharing = int(1 / a_replica) if 0 < a_replica < 1 else 1
-    if gpus and sharing * args.engine.device_share > 1:
+    share = args.engine_options(a_replica)["device_share"]
+    if gpus and sharing * share > 1:
         yield Finding(
             "device_share",
-            f"{sharing} replicas of {args.engine.device_share:g} of a GPU each",
+            f"{sharing} replicas of {share:g} of a GPU's memory each",
             f"at most 1/{sharing} each: device_share={1 / sharing:.3g}",
         )
 

@@ -20,11 +20,14 @@ class Siblings:
 
     async def exist(self, seconds: float) -> bool:
         """Whether there is any, found out without a call: one that waits in the router for a
-        replica would have the autoscaler start one.
+        replica would have the autoscaler start one. seconds: until that has been heard.
         """
+        members = shared(self._app, self._deployment).members
         for _ in range(int(seconds / 0.05)):
             if self.handle.running_replicas_populated():
                 return True
+            if members.count == 0:
+                return False
             await asyncio.sleep(0.05)
         return False
 

@@ -70,8 +70,10 @@ async def bring_home(
     route = tuple(anchor_key(call.anchor, call.tenant, int(BYTES_PER_TOKEN * tokens)))
     if not await siblings.exist(HOME_WITHIN_S):
         return "failed"
-    asked = unless_cancelled(siblings.handle.owner.remote(route=route))
-    if await asyncio.wait_for(asked, deadline - time.monotonic()) == replica:
+    # not `wait_for`, which for a time that is over would begin nothing, and so not cancel the call
+    async with asyncio.timeout(deadline - time.monotonic()):
+        owner = await unless_cancelled(siblings.handle.owner.remote(route=route))
+    if owner == replica:
         return "home"
     branches = [
         leaf

@@ -14,5 +14,6 @@ def otlp() -> list[SpanProcessor]:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
-        raise ImportError("spans by OTLP need: pip install 'flide-serve[tracing]'") from error
+        needed = "spans by OTLP need: pip install opentelemetry-exporter-otlp-proto-http"
+        raise ImportError(needed) from error
     return [BatchSpanProcessor(OTLPSpanExporter())]

@@ -69,10 +69,18 @@ class MemoryPlan:
         return ", ".join(parts)
 
     def check_work(self, before: Card, after: Card) -> None:
-        """Logs what graphs have taken of what was kept for them."""
-        taken = before.free - after.free
+        """Logs what this process has allocated for graphs of what was kept for them.
+
+        What the driver holds for them is not in it. It is in what the card has less free, and so is
+        all that other processes took meanwhile, as engines do that start beside each other.
+        """
+        taken, gone = after.own - before.own, before.free - after.free
         level = logging.WARNING if taken > self.work else logging.INFO
-        log.log(level, "graphs take %s of %s kept for them", _gib(taken), _gib(self.work))
+        log.log(
+            level,
+            "graphs take %s of %s kept for them; %s less are free on the card, whoever took them",
+            _gib(taken), _gib(self.work), _gib(gone),
+        )  # fmt: skip
 
 
 def plan_memory(

@@ -70,7 +70,9 @@ class StateOperations:
         return count
 
     def export_state(self, name: str = "", tenant: str = "") -> list[bytes]:
-        """A tenant's checkpoints, of one name or of all, for another process with these weights."""
+        """A tenant's checkpoints, of one name or of all, for another process with these weights:
+        those on the device that values were read after, and were finite.
+        """
         known = self._loop.call(lambda: self._states.known(tenant, name))
         # one by one: rounds run between the copies
         copied = (self._loop.call(partial(self._states.copied, *one)) for one in known)

@@ -41,8 +41,9 @@ class StateInfo:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A checkpoint that another engine needs to go on with a state: no longer one continues it, it
-    is the state's longest (a branch that the first state has outgrown), or it is pinned.
+    """A checkpoint that another engine needs to go on with a state: no longer one continues it that
+    may be handed over, it is the state's longest (a branch that the first state has outgrown), or
+    it is pinned.
 
     bytes: of its whole prefix and its slot.
     """
@@ -86,8 +87,10 @@ class States:
         ]
 
     def copied(self, c: Checkpoint, name: str, anchor: str) -> Parcel | None:
-        """A checkpoint on the device, copied to the host; None if it was evicted meanwhile."""
-        if c not in self._index:
+        """A checkpoint on the device, copied to the host; None if it was evicted meanwhile, or
+        nothing has been read after it yet.
+        """
+        if c not in self._index or not c.trusted:
             return None
         return take_out(
             self._pool, c.tenant, name, self._index.tokens_of(c), self._index.pages_of(c),
@@ -99,8 +102,10 @@ class States:
         host has, of either the last used first.
 
         A checkpoint with several names is told once for each: they may go to different engines.
+        Those that nothing has been read after are left out, as the others would not know.
         """
-        here = [(c, name, anchor) for c in self._index for name, anchor in c.names()]
+        read_after = (c for c in self._index if c.trusted)
+        here = [(c, name, anchor) for c in read_after for name, anchor in c.names()]
         copies = [] if self._tiers is None else list(self._tiers.host.index)
         there = [(c, name, anchor) for c in copies for name, anchor in c.names()]
         longest: dict[tuple[str, str], int] = {}

@@ -86,7 +86,7 @@ def metrics_urls() -> list[str]:
 def about(app: str = "default") -> dict[str, Any]:
     """What an engine replica says of itself."""
     handle = serve.get_deployment_handle("Engine", app_name=app)
-    return dict(handle.describe.remote().result(timeout_s=10))
+    return dict(handle.describe.remote().result(timeout_s=60))
 
 
 def connect(address: str) -> None:

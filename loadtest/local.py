@@ -3,6 +3,7 @@ port.
 """
 
 import os
+import random
 import re
 import signal
 import socket
@@ -10,17 +11,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 START_WITHIN_S = 180.0
 
+PORTS = range(20_000, 32_000)
+"""Below those that a system gives to whoever names none, as the dozens of sockets of a cluster that
+starts: one of them may have taken a port from there before its server gets to it.
+"""
+
 
 def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of `PORTS` that nothing listens on."""
+    drawn = random.SystemRandom()  # two processes with one seed must not draw alike
+    while True:
+        port = drawn.choice(PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextmanager

@@ -100,15 +100,15 @@ class Soak:
         self._tolerance, self._may_end = tolerance, may_end or (lambda ask: ask.ends)
         self._clients: dict[int, Iterator[Ask]] = {}
 
-    async def run(self, clients: int, seconds: float) -> Report:
-        """So many clients for so long; returns when the last request has ended. Called again, they
-        go on where they were.
+    async def run(self, clients: int, seconds: float, least: int = 0) -> Report:
+        """So many clients for so long, and until so many requests have been asked; returns when the
+        last one has ended. Called again, they go on where they were.
         """
         report, began = Report(), time.monotonic()
 
         async def client(number: int) -> None:
             asks = self._clients.setdefault(number, self._mix.client(number))
-            while time.monotonic() - began < seconds:
+            while time.monotonic() - began < seconds or report.asked < least:
                 await self._one(next(asks), report)
 
         async with asyncio.TaskGroup() as group:

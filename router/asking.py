@@ -34,7 +34,7 @@ from router.options import CallOptions
 from router.quarantine import Quarantine
 from router.routing_key import route_key
 from router.session_id import check_session_id
-from router.suspects import SETTLED_WITHIN_S
+from router.suspects import SETTLED_WITHIN_S, End
 from router.waking import cheap_call, waking_of
 
 log = logging.getLogger("ray.serve")
@@ -46,7 +46,8 @@ object store. An answer repeats at most its request's names, with some 26 bytes 
 """
 
 _quarantine = Quarantine(store=suspects.Refused())
-"""What is refused; two replicas must die under a request that ran there alone to get there."""
+"""What is refused: a request that crashed a replica in which it ran alone, after another one had
+died under it; or that ran alone in two whose processes are gone."""
 
 
 class Call:
@@ -61,7 +62,7 @@ class Call:
     """As one that is not to blame may meet several dying replicas, but not for ever."""
 
     ALONE = 2
-    """Processes that may end while it runs there alone: one may be anybody's doing."""
+    """Processes that may vanish while it runs there alone: one may be anybody's doing."""
 
     def __init__(
         self,
@@ -151,14 +152,15 @@ class Call:
 
     def _is_to_blame(self, error: Exception) -> bool:
         """Whether replicas have died while this ran there, and no other suspect: one whose engine
-        says so, or `ALONE` whose processes are gone.
+        says so, or whose process ended by a fault of its own, or `ALONE` whose processes are gone.
         """
         if isinstance(error, EngineStopped):
             return error.running
         left = self.left_s
         within_s = SETTLED_WITHIN_S if left is None else min(SETTLED_WITHIN_S, left)
-        self._ended_alone += suspects.killed(self._suspect, within_s)
-        return self._ended_alone == self.ALONE
+        end = suspects.ended_under(self._suspect, within_s)
+        self._ended_alone += end is End.GONE
+        return end is End.CRASHED or self._ended_alone == self.ALONE
 
     @property
     def is_suspect(self) -> bool:

@@ -133,12 +133,18 @@ class Charges:
 
         It goes on if its caller leaves, as others may wait for it, and what it brings is held.
         """
-        asked = asyncio.ensure_future(self._leased(name, purse, needs))
-        self._asking[name] = asked
-        asked.add_done_callback(lambda _: self._asking.pop(name, None))
+        asked = self._asking[name] = asyncio.ensure_future(self._leased(name, purse, needs))
         await asyncio.shield(asked)
 
     async def _leased(self, name: str, purse: Purse, needs: Amounts) -> None:
+        try:
+            await self._fill(name, purse, needs)
+        finally:
+            # before anyone else runs: whoever waits for what is done already goes on at once, and
+            # if that was not enough would try for ever, without a turn for anybody
+            self._asking.pop(name, None)
+
+    async def _fill(self, name: str, purse: Purse, needs: Amounts) -> None:
         lacking, ahead = purse.lacking(needs), purse.ahead(self._waiting[name])
         lease = None
         if self._book is not None:

@@ -174,15 +174,15 @@ class Limits:
     """Constants of the choice; figures are of `python -m router.simulate sweep`.
 
     margin_steps: what leaving must save beyond the recompute, in mean engine times of a request.
-    With 64 replicas 0.5 computes 7.3% more tokens than needed, 1: 7.0%, 2: 5.8%, 4: 5.3% and less
+    With 64 replicas 0.5 computes 6.8% more tokens than needed, 1: 6.5%, 2: 5.2%, 4: 4.5% and less
     even work. recompute_share: engine time that moves may cost of all a router dispatches. More
-    feeds the load that causes them: at 70% busy, 0.02, 0.05, 0.1 and 0.2 compute 5.5, 7.0, 9.9 and
-    17% more than needed, and without a bound (1.0) 107%, with every engine busy throughout. burst:
+    feeds the load that causes them: at 70% busy, 0.02, 0.05, 0.1 and 0.2 compute 5.2, 6.8, 9.7 and
+    17% more than needed, and without a bound (1.0) 108%, with every engine busy throughout. burst:
     requests whose share can be saved up. others: replicas that do not hold a state and are
     considered for it; holders: how many of those that do; neither matters in the sweep. hot:
     requests a minute, through this router, from which on a state's moves are weighed by mean waits
-    and paid once for all of them: 8, 20 and 60 compute 5.8, 5.3 and 5.1% more than needed with 64
-    replicas, the busiest hundredth at 1.21, 1.22 and 1.23 of the mean. bytes_per_token: 65,016
+    and paid once for all of them: 8, 20 and 60 compute 5.2, 4.5 and 4.3% more than needed with 64
+    replicas, the busiest hundredth at 1.15, 1.21 and 1.22 of the mean. bytes_per_token: 65,016
     bytes are 17,436 tokens in agent_trajectories.
     """
 

@@ -4,22 +4,38 @@ A request that was in a replica that died is a suspect: it may have killed it, o
 with the one that did. It is tried again alone, under a mark in the cluster's key-value store that
 names the replica while it runs there, one suspect at a time. If that replica dies too, the mark
 says who was running; a suspect that was only waiting there, or could not be reached, is not to
-blame. Nor is one that ran there once: something else may have ended the process.
+blame. Nor is one that ran there once, unless the process has ended by a fault of its own
+(`router.crash`): something else may have killed it.
 """
 
 import asyncio
+import json
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from enum import Enum
 
 import ray
 from ray.experimental import internal_kv
 from ray.serve._private.constants import SERVE_NAMESPACE
 
+from router import crash
+
+log = logging.getLogger("ray.serve")
+
 STORE, REFUSED = "flide-suspects", "flide-refused"
 
 SETTLED_WITHIN_S = 5.0
 """How long the cluster may take to learn that a process is gone; it is milliseconds on one node."""
+
+
+class End(Enum):
+    """How a replica ended under a suspect."""
+
+    NONE = "not at all, or another ran there"
+    GONE = "its process is gone, whoever killed it"
+    CRASHED = "its process ended by a fault of its own"
 
 
 class Turns:
@@ -35,7 +51,7 @@ class Turns:
             yield
             return
         async with self._turn:
-            marking = asyncio.ensure_future(asyncio.to_thread(begin, suspect))
+            marking = asyncio.ensure_future(asyncio.to_thread(_listen, suspect))
             try:
                 await asyncio.shield(marking)
                 yield
@@ -44,16 +60,30 @@ class Turns:
                 await asyncio.shield(asyncio.ensure_future(_unmark(marking, suspect)))
 
 
-async def _unmark(marking: "asyncio.Future[None]", suspect: str) -> None:
+def _listen(suspect: str) -> crash.LastWords:
+    words = crash.LastWords()
+    try:
+        begin(suspect, words.path)
+    except BaseException:
+        words.close()
+        raise
+    return words
+
+
+async def _unmark(marking: "asyncio.Future[crash.LastWords]", suspect: str) -> None:
     with suppress(Exception):
-        await marking  # or the mark would come after its end
+        (await marking).close()  # or the mark would come after its end
     await asyncio.to_thread(end, suspect)
 
 
-def begin(suspect: str) -> None:
-    """A suspect is about to run in this replica. Blocks for a millisecond."""
-    name = ray.get_runtime_context().get_actor_name() or ""
-    internal_kv._internal_kv_put(suspect, name, namespace=STORE)
+def begin(suspect: str, last_words: str = "") -> None:
+    """A suspect is about to run in this replica. Blocks for a millisecond.
+
+    last_words: the file that this process writes to if it ends by a fault of its own.
+    """
+    here = ray.get_runtime_context()
+    mark = [here.get_actor_name() or "", here.get_node_id(), last_words]
+    internal_kv._internal_kv_put(suspect, json.dumps(mark), namespace=STORE)
 
 
 def end(suspect: str) -> None:
@@ -61,18 +91,24 @@ def end(suspect: str) -> None:
     internal_kv._internal_kv_del(suspect, namespace=STORE)
 
 
-def killed(suspect: str, within_s: float = SETTLED_WITHIN_S) -> bool:
-    """Whether a suspect was running in a replica that is dead now; the mark is used up.
+def ended_under(suspect: str, within_s: float = SETTLED_WITHIN_S) -> End:
+    """How the replica ended in which a suspect was running; the mark is used up.
 
     A replica that could not be reached may live on, so its actor is asked for until it is gone or
     the time is over. Blocks.
     """
-    name = internal_kv._internal_kv_get(suspect, namespace=STORE)
-    if name is None:
-        return False
-    dead = wait_until(lambda: not _lives(name.decode()), within_s)
+    mark = internal_kv._internal_kv_get(suspect, namespace=STORE)
+    if mark is None:
+        return End.NONE
+    name, node, last_words = json.loads(mark)
+    dead = wait_until(lambda: not _lives(name), within_s)
     end(suspect)
-    return dead
+    if not dead:
+        return End.NONE
+    words = crash.taken(node, last_words, within_s)
+    if words:
+        log.error("the last words of replica %s:\n%s", name, words)
+    return End.CRASHED if words else End.GONE
 
 
 class Refused:

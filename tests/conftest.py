@@ -93,6 +93,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Served]":
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("OMP_NUM_THREADS")
+            # for the test that kills the proxy: it is back after a second, not after ten
+            patch.setenv("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
             log = tmp_path_factory.mktemp("served") / "log"
             found = stack.enter_context(serving(log))
         yield Served(*found, log)

@@ -1,7 +1,8 @@
 """Requests for an engine in this process, and a gate that holds its rounds."""
 
 import threading
-import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from flide_engine.executor import Pending
 from flide_engine.layout.stream import Job
 from flide_engine.readout import Asked
 from flide_engine.runner import Started
+from tests.waiting import PATIENCE_S, until
 
 NOUL = {"type": "noul", "instructions": "Is it late?"}
 
@@ -31,11 +33,30 @@ def assert_balanced(engine: Engine) -> None:
 
 def wait_until_queued(engine: Engine, count: int) -> None:
     """Until so many requests wait for a round, and none is rendered."""
-    for _ in range(4000):
-        if engine._loop.waiting == engine.waiting == count:
-            return
-        time.sleep(0.005)
-    raise AssertionError(f"{engine._loop.waiting} wait, expected {count}")
+    until(lambda: engine._loop.waiting == engine.waiting == count, f"{count} never waited")
+
+
+def wait_until_rendered(engine: Engine) -> None:
+    """Until whatever has been submitted waits for a round, runs, or has ended."""
+    until(lambda: engine._loop.waiting == engine.waiting, "some are rendered for ever")
+
+
+def submit_together(engine: Engine, requests: Callable[[], Iterable["Future[Any]"]]) -> list[Any]:
+    """Futures of what `requests` submits: no round is formed before all of it waits for one, though
+    rendering threads may be slow. Nothing else may be asked meanwhile.
+    """
+    futures: list[Any] = []
+
+    def are_queued() -> bool:
+        assert not any(future.done() for future in futures)
+        return engine._loop.waiting == len(futures)
+
+    def submit() -> None:
+        futures.extend(requests())
+        until(are_queued, "not all are queued")
+
+    engine._loop.call(submit)
+    return futures
 
 
 class Lost:
@@ -70,7 +91,7 @@ class Gate:
 
         def held(jobs: list[Job], asked: Asked) -> Started:
             self.rounds.append(len(jobs))
-            self.open.wait(10)
+            self.open.wait(2 * PATIENCE_S)
             if self.fault is not None:
                 raise self.fault("injected")
             started = start(jobs, asked)
@@ -82,8 +103,4 @@ class Gate:
 
     def wait_for_rounds(self, count: int) -> None:
         """Until that many rounds have begun."""
-        for _ in range(1000):
-            if len(self.rounds) >= count:
-                return
-            time.sleep(0.005)
-        raise AssertionError(f"{len(self.rounds)} rounds, expected {count}")
+        until(lambda: len(self.rounds) >= count, f"fewer than {count} rounds")

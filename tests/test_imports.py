@@ -29,6 +29,7 @@ ONLY = {
         "router/asking.py",
         "router/fan_out.py",
         "router/suspects.py",
+        "router/crash.py",
         "router/waking.py",
         "router/ledger.py",
         "deployments/",
@@ -63,6 +64,7 @@ ONLY = {
         "flide_engine/engine.py",
         "deployments/replica.py",
         "deployments/doctor.py",
+        "deployments/inventory.py",
         "tiny_model/",
     ),
 }

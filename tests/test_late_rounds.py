@@ -3,7 +3,6 @@ runs ahead on a clock of the test's own.
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -19,6 +18,7 @@ from flide_engine.layout.plan import RoundPlan
 from flide_engine.models.base import DecisionModel
 from flide_engine.readout import Asked
 from tests.engines import ask, assert_balanced
+from tests.waiting import PATIENCE_S, until
 
 ROUND_S = 0.010
 LEAD_S = 0.0003
@@ -43,7 +43,7 @@ class Clock:
     def reach(self, when: float) -> None:
         """Waits until then."""
         with self.moved:
-            assert self.moved.wait_for(lambda: self.now >= when, 10)
+            assert self.moved.wait_for(lambda: self.now >= when, PATIENCE_S)
 
 
 class Ahead:
@@ -136,33 +136,25 @@ class Bench:
             self.clock.set(self.device.ends[-1])
             return all(future.done() for future in futures)
 
-        self.until(are_done)
+        until(are_done)
         assert all(future.result().answers for future in futures)
 
     def submit(self, state: str, **options: Any) -> "Future[Any]":
         """A request that has come to the queue, or that runs."""
         future = self.engine.submit(ask(state), **options)
-        self.until(lambda: not self.engine._rendering)
+        until(lambda: not self.engine._rendering)
         return future
 
     def submit_first(self) -> "tuple[Future[Any], float]":
         """A request whose round runs from now on: it, and now."""
         at, future = self.clock(), self.submit("the first")
-        self.until(lambda: self.began == [[future]])
+        until(lambda: self.began == [[future]])
         return future, at
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Waits for it, on the world's clock."""
-        for _ in range(1000):
-            if condition():
-                return
-            time.sleep(0.005)
-        raise AssertionError("it never came")
 
     def is_quiet(self) -> bool:
         """Whether the engine looks again and again and begins nothing."""
         began, looks = len(self.began), self._looks
-        self.until(lambda: self._looks >= looks + 3 or len(self.began) > began)
+        until(lambda: self._looks >= looks + 3 or len(self.began) > began)
         return len(self.began) == began
 
 
@@ -197,17 +189,17 @@ def test_a_round_has_what_came_while_the_last_one_ran(bench: Bench) -> None:
     bench.clock.set(at + ROUND_S - 1.1 * LEAD_S)
     assert bench.is_quiet()
     bench.clock.set(at + ROUND_S - 0.9 * LEAD_S)
-    bench.until(lambda: bench.began == [[first], [early, late]])
+    until(lambda: bench.began == [[first], [early, late]])
     assert not first.done()
     too_late = bench.submit("too late")
     bench.clock.set(at + ROUND_S)
-    assert first.result(10).answers
+    assert first.result(PATIENCE_S).answers
     assert bench.is_quiet()
     bench.clock.set(at + 2 * ROUND_S - 0.9 * LEAD_S)
-    bench.until(lambda: len(bench.began) == 3)
+    until(lambda: len(bench.began) == 3)
     bench.clock.set(at + 3 * ROUND_S)
     for future in (early, late, too_late):
-        assert future.result(10).answers
+        assert future.result(PATIENCE_S).answers
     assert bench.began[2:] == [[too_late]]
     ends = bench.device.ends[-3:]
     assert ends == pytest.approx([at + (i + 1) * ROUND_S for i in range(3)])  # never idle
@@ -223,10 +215,10 @@ def test_what_comes_is_not_begun_before_the_time_of_its_round(bench: Bench) -> N
     second = bench.submit("second")
     assert bench.is_quiet()
     bench.clock.set(at + ROUND_S)
-    assert first.result(10).answers
-    bench.until(lambda: bench.began == [[first], [second]])
+    assert first.result(PATIENCE_S).answers
+    until(lambda: bench.began == [[first], [second]])
     bench.clock.set(at + 3 * ROUND_S)
-    assert second.result(10).answers
+    assert second.result(PATIENCE_S).answers
 
 
 def test_a_round_that_ends_early_is_followed_at_once(bench: Bench) -> None:
@@ -237,12 +229,12 @@ def test_a_round_that_ends_early_is_followed_at_once(bench: Bench) -> None:
     second = bench.submit("second")
     assert bench.is_quiet()
     bench.clock.set(at + 0.4 * ROUND_S)
-    bench.until(lambda: bench.began == [[first], [second]])
-    assert first.result(10).answers
+    until(lambda: bench.began == [[first], [second]])
+    assert first.result(PATIENCE_S).answers
     assert bench.engine.counters().busy_seconds == pytest.approx(16.4 * ROUND_S)
     assert bench.device.ends[-1] == pytest.approx(at + 0.85 * ROUND_S)
     bench.clock.set(at + ROUND_S)
-    assert second.result(10).answers
+    assert second.result(PATIENCE_S).answers
 
 
 def test_a_full_round_is_begun_earlier_and_not_at_once(bench: Bench) -> None:
@@ -255,7 +247,7 @@ def test_a_full_round_is_begun_earlier_and_not_at_once(bench: Bench) -> None:
     few = bench.submit("few", tenant="few")
     assert bench.is_quiet()
     bench.clock.set(at + 0.76 * ROUND_S)
-    bench.until(lambda: len(bench.began) == 2)
+    until(lambda: len(bench.began) == 2)
     assert few in bench.began[1]
     assert set(many) & set(bench.began[1])
     bench.finish(first, few, *many)
@@ -268,7 +260,7 @@ def test_batch_work_lets_in_who_comes_until_its_round_is_due(bench: Bench) -> No
     bench.clock.set(at + 0.5 * ROUND_S)
     person = bench.submit("somebody waits")
     bench.clock.set(at + ROUND_S)
-    bench.until(lambda: len(bench.began) == 2)
+    until(lambda: len(bench.began) == 2)
     assert bench.began[1][0] is person
     bench.finish(first, person, *batch)
 
@@ -279,11 +271,11 @@ def test_a_call_has_the_next_round_begun(bench: Bench) -> None:
     second = bench.submit("second")
     assert bench.is_quiet()
     call = beside(lambda: bench.engine._loop.call(lambda: "called"))
-    bench.until(lambda: bench.began == [[first], [second]])
+    until(lambda: bench.began == [[first], [second]])
     bench.clock.set(at + ROUND_S)
-    assert call.result(10) == "called"
+    assert call.result(PATIENCE_S) == "called"
     bench.clock.set(at + 2 * ROUND_S)
-    assert second.result(10).answers
+    assert second.result(PATIENCE_S).answers
 
 
 def test_the_end_waits_for_the_running_round_only(bench: Bench) -> None:
@@ -293,12 +285,12 @@ def test_the_end_waits_for_the_running_round_only(bench: Bench) -> None:
     assert bench.is_quiet()
     waits = bench.device.waits
     closing = beside(bench.engine.close)
-    bench.until(lambda: bench.device.waits > waits)
+    until(lambda: bench.device.waits > waits)
     bench.clock.set(at + ROUND_S)
-    closing.result(10)
-    assert first.result(10).answers
+    closing.result(PATIENCE_S)
+    assert first.result(PATIENCE_S).answers
     with pytest.raises(NotReady):
-        second.result(10)
+        second.result(PATIENCE_S)
     assert bench.began == [[first]]
 
 
@@ -317,11 +309,11 @@ def test_a_device_that_fails_ends_the_engine(bench: Bench, when: str) -> None:
     else:
         bench.device.lost = True
         bench.clock.set(at + ROUND_S - LEAD_S)
-        bench.until(lambda: bench.began == [[first], [second]])
+        until(lambda: bench.began == [[first], [second]])
         bench.clock.set(at + ROUND_S)
     for future in (first, second):
         with pytest.raises(EngineStopped, match="OSError: the device is gone") as told:
-            future.result(10)
+            future.result(PATIENCE_S)
         assert told.value.running == (future is first or when == "when it collects")
     assert not bench.engine.is_alive()
 
@@ -332,16 +324,16 @@ def test_one_that_runs_alone_waits_for_the_device(bench: Bench) -> None:
     alone = bench.submit("alone", alone=True)
     last = bench.submit("last")
     bench.clock.set(at + ROUND_S - LEAD_S)
-    bench.until(lambda: not bench.engine._loop.waiting or bench.engine._loop.waiting == 1)
+    until(lambda: not bench.engine._loop.waiting or bench.engine._loop.waiting == 1)
     assert bench.began == [[first]]
     bench.clock.set(at + ROUND_S)
-    assert first.result(10).answers
-    bench.until(lambda: bench.began == [[first], [alone]])
+    assert first.result(PATIENCE_S).answers
+    until(lambda: bench.began == [[first], [alone]])
     bench.clock.set(at + 2 * ROUND_S)
-    assert alone.result(10).answers
-    bench.until(lambda: bench.began == [[first], [alone], [last]])
+    assert alone.result(PATIENCE_S).answers
+    until(lambda: bench.began == [[first], [alone], [last]])
     bench.clock.set(at + 3 * ROUND_S)
-    assert last.result(10).answers
+    assert last.result(PATIENCE_S).answers
 
 
 @pytest.mark.parametrize("why", ["it is off", "too few rounds were seen"])
@@ -353,7 +345,7 @@ def test_rounds_are_begun_at_once(monkeypatch: pytest.MonkeyPatch, why: str) -> 
     first, at = bench.submit_first()
     second, third = bench.submit("2 " * 75), bench.submit("3 " * 75)
     bench.clock.set(at + ROUND_S)
-    assert first.result(10).answers
-    bench.until(lambda: bench.began == [[first], [second], [third]])
+    assert first.result(PATIENCE_S).answers
+    until(lambda: bench.began == [[first], [second], [third]])
     bench.finish(second, third)
     bench.engine.close()

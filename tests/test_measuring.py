@@ -18,7 +18,7 @@ from flide_engine.layout.state_shape import StateShape
 from flide_engine.measuring import REPEATS, UNPADDED, measure
 from flide_engine.readout import Asked
 from flide_engine.runner import Runner
-from tests.engines import Gate, ask, assert_balanced, wait_until_queued
+from tests.engines import Gate, ask, assert_balanced, wait_until_queued, wait_until_rendered
 from tests.scheduling import cost_ms
 
 
@@ -129,12 +129,13 @@ def test_an_engine_knows_its_pace_before_it_is_asked(
         third = engine.submit(ask())
         if known:
             with pytest.raises(Overloaded, match="max_queue_ms"):
-                third.result(10)
+                third.result(60)
+        wait_until_rendered(engine)  # or it would be judged by a round that was held
         gate.open.set()
-        assert first.result(10).answers["q"].noul == pytest.approx(  # type: ignore[union-attr]
-            second.result(10).answers["q"].noul  # type: ignore[union-attr]
+        assert first.result(60).answers["q"].noul == pytest.approx(  # type: ignore[union-attr]
+            second.result(60).answers["q"].noul  # type: ignore[union-attr]
         )
         if not known:
-            assert third.result(10).answers
+            assert third.result(60).answers
     finally:
         engine.close()

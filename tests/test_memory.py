@@ -59,11 +59,17 @@ def test_a_cpu_takes_what_it_needs_and_a_bit() -> None:
 
 
 def test_graphs_that_take_more_than_was_kept_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    """A warning with both numbers; else a line of information."""
+    """A warning with both numbers; else a line of information, however much an engine that starts
+    beside this one takes of the card.
+    """
     made = plan(Card(140 * GIB, 138 * GIB, 2 * GIB))
-    before = Card(140 * GIB, 30 * GIB, 110 * GIB)
+    before = Card(140 * GIB, 60 * GIB, 70 * GIB)
     with caplog.at_level(logging.INFO, "flide_engine.memory"):
-        made.check_work(before, Card(140 * GIB, 27 * GIB, 110 * GIB))
-        made.check_work(before, Card(140 * GIB, 5 * GIB, 110 * GIB))
-    assert [r.levelname for r in caplog.records] == ["INFO", "WARNING"]
-    assert "25.00 GiB of 24.00 GiB" in caplog.text
+        made.check_work(before, Card(140 * GIB, 57 * GIB, 73 * GIB))
+        made.check_work(before, Card(140 * GIB, 29 * GIB, 72 * GIB))
+        made.check_work(before, Card(140 * GIB, 34 * GIB, 95 * GIB))
+    assert [r.levelname for r in caplog.records] == ["INFO", "INFO", "WARNING"]
+    alone, beside, too_much = (r.getMessage() for r in caplog.records)
+    assert "take 3.00 GiB of 24.00 GiB kept for them; 3.00 GiB less" in alone
+    assert "take 2.00 GiB of 24.00 GiB kept for them; 31.00 GiB less" in beside
+    assert "take 25.00 GiB of 24.00 GiB kept for them; 26.00 GiB less" in too_much

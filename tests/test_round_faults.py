@@ -1,7 +1,6 @@
 """What goes wrong in one round costs nobody else anything, and no answer is ever lost for it."""
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from flide_engine.layout.stream import Job
 from flide_engine.readout import Asked
 from flide_engine.runner import Started
 from tests.checkpoints import POISON
+from tests.waiting import PATIENCE_S, until
 
 WORDS = " ".join(f"the {i} item was {'good' if i % 3 else 'bad'}" for i in range(255))
 
@@ -55,22 +55,15 @@ def held_back(engine: Engine) -> Iterator[None]:
 
     def hold() -> None:
         ready.set()
-        go.wait(30)
+        go.wait(2 * PATIENCE_S)
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(engine._loop.call, hold)
-        assert ready.wait(10)
-        yield
-        go.set()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for it."""
-    for _ in range(2000):
-        if condition():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it never came")
+        assert ready.wait(PATIENCE_S)
+        try:
+            yield
+        finally:
+            go.set()
 
 
 def starting(
@@ -104,9 +97,9 @@ def test_a_call_is_told_when_the_thread_ends(
                 call = pool.submit(engine._loop.call, list)
                 until(lambda: len(engine._loop._calls) == 1)
             with pytest.raises(EngineStopped):
-                call.result(10)
+                call.result(60)
         with pytest.raises(EngineStopped, match="the thread is gone"):
-            future.result(10)
+            future.result(60)
         assert not engine.is_alive()
 
 
@@ -126,10 +119,10 @@ def test_a_round_that_fails_alone_is_its_requests_fault_if_the_device_is_well(
 
         starting(engine, monkeypatch, fail)
         monkeypatch.setattr(engine._loop._runner.executor, "check", check)
-        assert "launch failed" in str(engine.submit(ask("short")).exception(10))
+        assert "launch failed" in str(engine.submit(ask("short")).exception(60))
         assert engine.is_alive()
         broken = True
-        error = engine.submit(ask("short")).exception(10)
+        error = engine.submit(ask("short")).exception(60)
         assert isinstance(error, EngineStopped)
         assert "illegal memory access" in str(error)
 
@@ -156,7 +149,7 @@ def test_work_that_has_begun_is_cut_finer(
         for name, answer in want.answers.items():
             assert got.answers[name].noul == pytest.approx(answer.noul, abs=1e-5)
         one = engine.submit({**ask("x"), "questions": ask("x", 1)["questions"]})
-        assert one.result(10).answers
+        assert one.result(60).answers
 
 
 def test_halves_are_what_one_piece_was() -> None:
@@ -296,6 +289,6 @@ def test_a_request_is_counted_once(checkpoint: Path, monkeypatch: pytest.MonkeyP
         with held_back(engine):
             futures = [engine.submit(ask(f"{i} parcels are late")) for i in range(5)]
             until(lambda: engine._loop.waiting == len(futures))
-        tokens = sum(future.result(30).usage.input_tokens for future in futures)
+        tokens = sum(future.result(60).usage.input_tokens for future in futures)
         assert max(sizes) == 5
         assert engine.counters().asked == engine.counters().computed == tokens

@@ -6,6 +6,7 @@ import pytest
 
 from flide_engine.errors import NotReady
 from flide_engine.threads import FairThreads
+from tests.waiting import PATIENCE_S
 
 
 def test_tenants_take_turns() -> None:
@@ -16,10 +17,10 @@ def test_tenants_take_turns() -> None:
 
     def first() -> None:
         held.set()
-        hold.wait(10)
+        hold.wait(PATIENCE_S)
 
     threads.submit("a", first)
-    assert held.wait(10)
+    assert held.wait(PATIENCE_S)
     for i in range(4):
         threads.submit("a", lambda i=i: done.append(f"a{i}"))  # type: ignore[misc]
     for i in range(2):

@@ -1,4 +1,5 @@
-"""`python -m benchmarks.fleet WORK ... [--size ci]`: runs works, writes results/fleet.json.
+"""`python -m benchmarks.fleet WORK ... [--size ci]`: runs works, writes each one's row to
+results/fleet.json as it comes.
 
 Works: replay, kill-replica, kill-node, scale. Sizes: ci, small for a quick look, full for all
 there is, in which `kill-replica` kills one each time --kill-each requests are answered.
@@ -12,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fleet.callers import SIZES, callers
+from benchmarks.fleet.callers import SIZES, callers, records_of
 from benchmarks.fleet.cluster import Nodes, cluster_of
 from benchmarks.fleet.oracle import ask_one_engine
 from benchmarks.fleet.policies import POLICIES, placing, with_sessions
@@ -40,7 +41,7 @@ counts, and for all callers who begin at once.
 """
 
 WHOLE_DEADLINE_S = 300.0
-SAME = ("card", "shape", "mode", "work", "size", "replicas", "gpus", "killed", "policy")
+SAME = ("card", "shape", "mode", "work", "size", "replicas", "gpus", "killed", "policy", "records")
 
 
 def kills(what: str, size: str, requests: int, each: int = 300) -> list[int]:
@@ -83,6 +84,14 @@ def ask_for(args: argparse.Namespace) -> Asked:
     return Asked(name, everyone, told, ENGINE | WHOLE, deadline_s=WHOLE_DEADLINE_S)
 
 
+def keep(rows: list[Row], out: Path | None) -> None:
+    """Writes what there is, so that a run cut short leaves it."""
+    if out:
+        out.write_text(json.dumps(stamp(rows)))
+    else:
+        write("fleet", stamp(rows), SAME)
+
+
 def main() -> None:
     """Runs what the command line says."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__)
@@ -93,22 +102,22 @@ def main() -> None:
     parser.add_argument("--agents", type=int, help="fewer than the size has")
     parser.add_argument("--steps", type=int, help="fewer than the size has")
     parser.add_argument("--kill-each", type=int, default=300, help="in the full size")
-    parser.add_argument("--data", type=Path, default=DATA, help="folder of workload files")
+    parser.add_argument(
+        "--data", type=Path, default=DATA, help="folder of workload files; synthetic if absent"
+    )
     parser.add_argument("--out", type=Path, help="file for the rows, instead of results/fleet.json")
     args = parser.parse_args()
-    asked, rows = ask_for(args), []
+    kind = records_of(args.data)
+    asked, rows = ask_for(args), list[Row]()
     with cluster_of(NODES) as nodes:
         for policy, work in product(args.policies, args.works):
             of_policy = replace(asked, callers=with_sessions(asked.callers, policy))
             began = time.monotonic()
             with placing(policy):
-                rows.append({**run(work, of_policy, nodes, args), "policy": policy})
-            spent = time.monotonic() - began
-            print(f"{json.dumps(rows[-1])} in {spent:.0f} s", flush=True)
-    if args.out:
-        args.out.write_text(json.dumps(stamp(rows)))
-    else:
-        print("written to", write("fleet", stamp(rows), SAME))
+                row = run(work, of_policy, nodes, args)
+            rows.append({**row, "policy": policy, "records": kind})
+            keep(rows, args.out)
+            print(f"{json.dumps(rows[-1])} in {time.monotonic() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ one kind of agent share so little that a hash of a text's first bytes would plac
 """
 
 import random
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -56,6 +57,16 @@ class Caller:
     way: Way
     session: str
     requests: tuple[dict[str, Any], ...]
+
+
+def records_of(data: Path | None) -> str:
+    """What the callers' requests are made of: "trajectories", or "synthetic" records where there is
+    no folder of workload files, which is said on stderr.
+    """
+    if data is not None and data.is_dir():
+        return "trajectories"
+    print(f"synthetic records: there is no folder {data}, see --data", file=sys.stderr, flush=True)
+    return "synthetic"
 
 
 def callers(size: Size, data: Path | None, variant: int = 0) -> list[Caller]:

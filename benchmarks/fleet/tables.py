@@ -20,7 +20,8 @@ def agents(rows: Rows) -> list[str]:
     for row in (r for r in rows if r["work"] in names):
         what = names[row["work"]].format(row.get("killed"))
         on = f" on {row['gpus']} GPU" if row.get("gpus") else ""
-        head = (what, row["shape"], row["size"], row["policy"], f"{row['replicas']}{on}")
+        size = row["size"] + ", synthetic" * (row.get("records") == "synthetic")
+        head = (what, row["shape"], size, row["policy"], f"{row['replicas']}{on}")
         counts = (f"{row['requests']:,}", str(row["failed"]), str(row["changed"]))
         shares = [_cell(row.get(k), 2) for k in ("computed_over_oracle", "max_work_share")]
         cells = (*head, *counts, *shares, _cell(row.get("most_tokens_lost"), 0), row["card"])

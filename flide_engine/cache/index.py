@@ -56,7 +56,7 @@ class Checkpoint(Named):
     last taken or resumed from. hits: how often it was resumed from. locks: by how many it is in
     use. coming: when its contents, or those of pages before it, are on the device; None if they
     are. A round that resumes from it joins that first. trusted: values were read after it, and were
-    finite; it may be copied to the host.
+    finite; it may leave the device.
     """
 
     tenant: str
@@ -200,9 +200,14 @@ class PrefixIndex:
         return (checkpoint.position - (before.position if before else 0)) // GRAIN
 
     def is_continued(self, checkpoint: Checkpoint) -> bool:
-        """Whether a longer checkpoint goes on from it."""
-        assert checkpoint._node is not None
-        return bool(checkpoint._node.children)
+        """Whether a longer checkpoint that is trusted goes on from it."""
+        ahead = list(checkpoint._after)
+        while ahead:
+            longer = ahead.pop()
+            if longer.trusted:
+                return True
+            ahead += longer._after
+        return False
 
     def untrusted(self, checkpoint: Checkpoint) -> list[Checkpoint]:
         """A checkpoint and those before it on its way, back to the first that is trusted."""

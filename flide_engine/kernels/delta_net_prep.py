@@ -12,16 +12,50 @@ With G the cumulative log decay within the chunk and D_ij = e^(G_i - G_j):
 import triton
 import triton.language as tl
 
+from flide_engine.kernels.delta_net_marks import marks_of
+
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def clear(marks, count):
+    """Zeros, a program some of them."""
+    for low in range(tl.program_id(0) * 256, count, tl.num_programs(0) * 256):
+        mark = low + tl.arange(0, 256)
+        tl.store(marks + mark, tl.zeros([256], tl.int32), mask=mark < count)
+
+
+@triton.jit
+def round_resumed(
+    state, resumed, count, passed,
+    HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, SLOT: tl.constexpr,
+):  # fmt: skip
+    """States that the round resumes from, rounded and transposed, to those passed on."""
+    dk = tl.arange(0, DK)
+    parts: tl.constexpr = DV // BD
+    for task in range(tl.program_id(0), count * (HV * parts), tl.num_programs(0)):
+        n = task // (HV * parts)
+        hv = task // parts % HV
+        dv = (task % parts) * BD + tl.arange(0, BD)
+        kept = state + tl.load(resumed + n * 2).to(tl.int64) * SLOT + hv * DK * DV
+        number = tl.load(resumed + n * 2 + 1).to(tl.int64) * HV + hv
+        s = tl.load(kept + dk[None, :] * DV + dv[:, None])
+        place = passed + number * DK * DV + dv[:, None] * DK + dk[None, :]
+        tl.store(place, s.to(passed.dtype.element_ty))
 
 
 @triton.jit
 def conv_kernel(
     stream, stride, slots, weight, out, row_taps, rows,
+    state, resumed, counts, passed, progress,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr,
-    CONV_SLOT: tl.constexpr,
+    CONV_SLOT: tl.constexpr, BV: tl.constexpr, SLOT: tl.constexpr, MERGED: tl.constexpr,
+    count_at: tl.constexpr, resumed_at: tl.constexpr, scans_at: tl.constexpr,
 ):  # fmt: skip
-    """silu(convolution) of the stream, queries and keys of norm dk^-0.5 and 1: out [T, C]."""
+    """silu(convolution) of the stream, queries and keys of norm dk^-0.5 and 1: out [T, C].
+
+    MERGED: also what `merged_kernel` finds done: progress cleared, resumed states rounded.
+    """
     channels: tl.constexpr = 2 * HK * DK + HV * DV
     head = tl.program_id(1)
     channel = head * DK + tl.arange(0, DK)
@@ -45,6 +79,12 @@ def conv_kernel(
             y *= DK**-0.5
     place = out + (row.to(tl.int64) * channels)[:, None] + channel[None, :]
     tl.store(place, y.to(out.dtype.element_ty), mask=real[:, None])
+    if MERGED and head == 0:
+        scans = tl.load(counts + scans_at)
+        clear(progress, marks_of(tl.load(counts + count_at), scans, HV, DV // BV))
+        # few columns at once, so that this asks for no more registers than the rest
+        count = tl.load(counts + resumed_at)
+        round_resumed(state, resumed, count, passed, HV, DK, DV, ROWS, SLOT)
 
 
 @triton.jit
@@ -91,6 +131,61 @@ def _inverse(a, i, precision: tl.constexpr):
 
 
 @triton.jit
+def prepare_chunk(
+    c, hv, row, mixed, stream, stride, slots, a_log, dt_bias, chunk_rows, chunk_slots,
+    k_out, w_out, u_out, total_out, decay_out,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+    CONV_SLOT: tl.constexpr, product: tl.constexpr,
+):  # fmt: skip
+    """One chunk and value head of `prep_kernel`; row [64]: the chunk's stream rows."""
+    channels: tl.constexpr = 2 * HK * DK + HV * DV
+    ratio: tl.constexpr = HV // HK
+    kind = k_out.dtype.element_ty
+    j = tl.arange(0, 64)
+    d = tl.arange(0, BD)  # a part of a head at a time: fewer registers, more programs at once
+    at = tl.cast(c * HV + hv, tl.int64)
+    there = row >= 0
+    gates = stream + row * stride + channels + HV * DV + hv
+    b = tl.load(gates, mask=there, other=0.0)
+    x = tl.load(gates + HV, mask=there, other=0.0)
+    keys = mixed + (row * channels)[:, None] + ((HK + hv // ratio) * DK + d)[None, :]
+    key = (at * 64 + j[:, None]) * DK + d[None, :]
+    kk = tl.zeros([64, 64], tl.float32)
+    for part in range(0, DK, BD):
+        k = tl.load(keys + part, mask=there[:, None], other=0.0)
+        kk = tl.dot(k, tl.trans(k), kk, input_precision=product)
+    total, end, beta = _gates(b, x, there, a_log + hv, dt_bias + hv)
+    tl.store(total_out + at * 64 + j, total)
+    tl.store(decay_out + at, tl.exp2(end))
+    below = j[:, None] > j[None, :]
+    decay = tl.exp2(tl.where(below, total[:, None] - total[None, :], float("-inf")))
+    x = _inverse(kk * decay * beta[:, None], j, product).to(kind)
+    for part in range(0, DK, BD):
+        k = tl.load(keys + part, mask=there[:, None], other=0.0).to(tl.float32)
+        tl.store(k_out + key + part, (k * tl.exp2(end - total)[:, None]).to(kind))
+        scaled = (k * (beta * tl.exp2(total))[:, None]).to(kind)
+        tl.store(w_out + key + part, tl.dot(x, scaled, input_precision=product).to(kind))
+    values = mixed + (row * channels)[:, None] + (2 * HK * DK + hv * DV + d)[None, :]
+    for part in range(0, DV, BD):
+        v = tl.load(values + part, mask=there[:, None], other=0.0).to(tl.float32)
+        u = tl.dot(x, (v * beta[:, None]).to(kind), input_precision=product).to(kind)
+        tl.store(u_out + (at * DV + part + d[None, :]) * 64 + j[:, None], u)
+    slot = tl.load(chunk_slots + c).to(tl.int64)
+    if slot >= 0:
+        rows = chunk_rows + c * 64
+        kept = slots + slot * CONV_SLOT
+        for part in range(0, DK, BD):
+            q_channel = hv // ratio * DK + part + d
+            if hv % ratio == 0:
+                _store_conv_rows(stream, stride, kept, rows, q_channel, channels)
+                q_channel += HK * DK
+                _store_conv_rows(stream, stride, kept, rows, q_channel, channels)
+        for part in range(0, DV, BD):
+            v_channel = 2 * HK * DK + hv * DV + part + d
+            _store_conv_rows(stream, stride, kept, rows, v_channel, channels)
+
+
+@triton.jit
 def prep_kernel(
     mixed, stream, stride, slots, a_log, dt_bias,
     chunk_rows, chunk_slots, state, resumed, counts,
@@ -103,82 +198,19 @@ def prep_kernel(
     G in base 2 and [C, HV] decay. Of `passed` the states that the round resumes from, rounded.
     progress: zeros for `state_kernel`, whose slices of dv are BV wide.
     """
-    marks = 1 + tl.load(counts + scans_at) * (HV * DV // BV)
-    for low in range(tl.program_id(0) * 256, marks, tl.num_programs(0) * 256):
-        mark = low + tl.arange(0, 256)
-        tl.store(progress + mark, tl.zeros([256], tl.int32), mask=mark < marks)
-    channels: tl.constexpr = 2 * HK * DK + HV * DV
-    ratio: tl.constexpr = HV // HK
-    kind = k_out.dtype.element_ty
+    clear(progress, 1 + tl.load(counts + scans_at) * (HV * DV // BV))
     j = tl.arange(0, 64)
-    d = tl.arange(0, BD)  # a part of a head at a time: fewer registers, more programs at once
     tasks = tl.load(counts + count_at) * HV
     begin = tl.program_id(0)
     row = tl.load(chunk_rows + begin // HV * 64 + j, mask=begin < tasks, other=-1).to(tl.int64)
     for task in range(begin, tasks, tl.num_programs(0)):
-        c = task // HV
-        hv = task % HV
-        at = (c * HV + hv).to(tl.int64)
         # the next one's, so that nobody waits for them
         follower = task + tl.num_programs(0)
         coming = tl.load(chunk_rows + follower // HV * 64 + j, mask=follower < tasks, other=-1)
-        there = row >= 0
-        gates = stream + row * stride + channels + HV * DV + hv
-        b = tl.load(gates, mask=there, other=0.0)
-        x = tl.load(gates + HV, mask=there, other=0.0)
-        keys = mixed + (row * channels)[:, None] + ((HK + hv // ratio) * DK + d)[None, :]
-        key = (at * 64 + j[:, None]) * DK + d[None, :]
-        kk = tl.zeros([64, 64], tl.float32)
-        for part in range(0, DK, BD):
-            k = tl.load(keys + part, mask=there[:, None], other=0.0)
-            kk = tl.dot(k, tl.trans(k), kk, input_precision=product)
-        total, end, beta = _gates(b, x, there, a_log + hv, dt_bias + hv)
-        tl.store(total_out + at * 64 + j, total)
-        tl.store(decay_out + at, tl.exp2(end))
-        below = j[:, None] > j[None, :]
-        decay = tl.exp2(tl.where(below, total[:, None] - total[None, :], float("-inf")))
-        x = _inverse(kk * decay * beta[:, None], j, product).to(kind)
-        for part in range(0, DK, BD):
-            k = tl.load(keys + part, mask=there[:, None], other=0.0).to(tl.float32)
-            tl.store(k_out + key + part, (k * tl.exp2(end - total)[:, None]).to(kind))
-            scaled = (k * (beta * tl.exp2(total))[:, None]).to(kind)
-            tl.store(w_out + key + part, tl.dot(x, scaled, input_precision=product).to(kind))
-        values = mixed + (row * channels)[:, None] + (2 * HK * DK + hv * DV + d)[None, :]
-        for part in range(0, DV, BD):
-            v = tl.load(values + part, mask=there[:, None], other=0.0).to(tl.float32)
-            u = tl.dot(x, (v * beta[:, None]).to(kind), input_precision=product).to(kind)
-            tl.store(u_out + (at * DV + part + d[None, :]) * 64 + j[:, None], u)
-        slot = tl.load(chunk_slots + c).to(tl.int64)
-        if slot >= 0:
-            rows = chunk_rows + c * 64
-            kept = slots + slot * CONV_SLOT
-            for part in range(0, DK, BD):
-                q_channel = hv // ratio * DK + part + d
-                if hv % ratio == 0:
-                    _store_conv_rows(stream, stride, kept, rows, q_channel, channels)
-                    q_channel += HK * DK
-                    _store_conv_rows(stream, stride, kept, rows, q_channel, channels)
-            for part in range(0, DV, BD):
-                v_channel = 2 * HK * DK + hv * DV + part + d
-                _store_conv_rows(stream, stride, kept, rows, v_channel, channels)
+        prepare_chunk(
+            task // HV, task % HV, row, mixed, stream, stride, slots, a_log, dt_bias,
+            chunk_rows, chunk_slots, k_out, w_out, u_out, total_out, decay_out,
+            HK, HV, DK, DV, BD, CONV_SLOT, product,
+        )  # fmt: skip
         row = coming.to(tl.int64)
-    _round_resumed(state, resumed, tl.load(counts + resumed_at), passed, HV, DK, DV, BD, SLOT)
-
-
-@triton.jit
-def _round_resumed(
-    state, resumed, count, passed,
-    HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, SLOT: tl.constexpr,
-):  # fmt: skip
-    """States that the round resumes from, rounded and transposed, to those passed on."""
-    dk = tl.arange(0, DK)
-    parts: tl.constexpr = DV // BD
-    for task in range(tl.program_id(0), count * (HV * parts), tl.num_programs(0)):
-        n = task // (HV * parts)
-        hv = task // parts % HV
-        dv = (task % parts) * BD + tl.arange(0, BD)
-        kept = state + tl.load(resumed + n * 2).to(tl.int64) * SLOT + hv * DK * DV
-        number = tl.load(resumed + n * 2 + 1).to(tl.int64) * HV + hv
-        s = tl.load(kept + dk[None, :] * DV + dv[:, None])
-        place = passed + number * DK * DV + dv[:, None] * DK + dk[None, :]
-        tl.store(place, s.to(passed.dtype.element_ty))
+    round_resumed(state, resumed, tl.load(counts + resumed_at), passed, HV, DK, DV, BD, SLOT)

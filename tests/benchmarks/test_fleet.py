@@ -4,12 +4,15 @@ import asyncio
 import gzip
 import json
 from argparse import Namespace
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.fleet import __main__ as command
+from benchmarks.fleet import tables
 from benchmarks.fleet.__main__ import ask_for, kills
 from benchmarks.fleet.callers import CARELESS, OPENING_BYTES, SIZES, Caller, Cutter, callers
 from benchmarks.fleet.cards import shares_of
@@ -235,3 +238,42 @@ def test_histories_at_full_length_are_taken(tmp_path: Path) -> None:
     asked = ask_for(args)
     assert asked.told.computed > EngineConfig().max_prompt_tokens
     assert asked.engine["max_prompt_tokens"] > EngineConfig().max_prompt_tokens
+
+
+@pytest.mark.parametrize("kind", ["synthetic", "trajectories"])
+def test_a_run_cut_short_leaves_the_rows_it_has(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+) -> None:
+    """With what they were made of; that there are no files of it is said."""
+
+    def run(work: str, *_: object) -> dict[str, Any]:
+        if work == "scale":
+            raise RuntimeError("cut short")
+        return {"work": "trajectory_replay", "size": "ci"}
+
+    out, data = tmp_path / "rows.json", tmp_path / "data"
+    if kind == "trajectories":
+        data.mkdir()
+    asked = Asked("ci", [], Told(0, {}), {})
+    monkeypatch.setattr(command, "ask_for", lambda _: asked)
+    monkeypatch.setattr(command, "cluster_of", lambda _: nullcontext())
+    monkeypatch.setattr(command, "run", run)
+    words = ["fleet", "replay", "scale", "--out", str(out), "--data", str(data)]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(RuntimeError, match="cut short"):
+        command.main()
+    (row,) = json.loads(out.read_text())
+    assert (row["work"], row["policy"], row["records"]) == ("trajectory_replay", "ours", kind)
+    assert ("synthetic records" in capsys.readouterr().err) == (kind == "synthetic")
+
+
+def test_a_table_tells_synthetic_records() -> None:
+    """And leaves the others as they are."""
+    row = {"work": "kill", "killed": "node", "shape": "nano", "size": "ci", "policy": "ours"}
+    row |= {"replicas": 2, "requests": 9, "failed": 0, "changed": 0, "card": "c"}
+    *_, made_up, real = tables.agents([{**row, "records": "synthetic"}, row])
+    assert made_up.startswith("| node killed | nano | ci, synthetic | ours | 2 |")
+    assert made_up.replace(", synthetic", "") == real

@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from flide_engine import DecisionResponse, Usage
 from flide_engine.families.registry import load_family
 from flide_engine.resolve import locate
 from flide_engine.wire import from_json
+from tests.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize("work", ["race1", "race_all", "multirc"])
@@ -33,9 +35,13 @@ def test_requests_have_about_the_tokens_of_their_workload(work: str) -> None:
 
 @dataclass
 class Slow:
-    """Answers each request after a moment, on a thread of its own."""
+    """Answers each request on a thread of its own, once three have come; every answer takes ten
+    milliseconds of its clock.
+    """
 
     most: int = 0
+    clock: float = 0.0
+    three: threading.Event = field(default_factory=threading.Event)
     asked: list[bytes] = field(default_factory=list)
     _now: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -46,26 +52,32 @@ class Slow:
             self._now += 1
             self.most = max(self.most, self._now)
             self.asked.append(body)
+            if len(self.asked) == 3:
+                self.three.set()
 
         def answer() -> None:
+            self.three.wait(PATIENCE_S)
             with self._lock:
                 self._now -= 1
+                self.clock += 0.01
             usage = Usage(input_tokens=7, output_tokens=0)
             response = DecisionResponse(model="m", usage=usage, answers={}, x_timing={"queue": 2.0})
             future.set_result(response)
 
-        threading.Timer(0.01, answer).start()
+        threading.Thread(target=answer).start()
         return future
 
 
-def test_a_closed_loop_keeps_its_clients_busy() -> None:
+def test_a_closed_loop_keeps_its_clients_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many in flight as there are clients, never more, all requests in turn."""
     engine = Slow()
+    clock = SimpleNamespace(perf_counter=lambda: engine.clock)
+    monkeypatch.setattr("benchmarks.serving.time", clock)
     spans = in_process(engine, [b"a", b"b", b"c"], clients=3, seconds=0.2)
     assert engine.most == 3
     assert len(spans) == len(engine.asked)
     assert set(engine.asked) == {b"a", b"b", b"c"}
-    assert all(ms >= 10 for _, ms, _ in spans)
+    assert all(ms >= 9.999 for _, ms, _ in spans)
 
 
 def test_a_row_counts_what_is_answered_after_the_warm_up() -> None:

@@ -1,6 +1,5 @@
 """An engine's process between its turns."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 
 from benchmarks.results_file import commit
 from benchmarks.worker import Worker, started
+from tests.waiting import until
 
 ENGINE = """
 import threading, time
@@ -50,24 +50,20 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     made.stop()
 
 
-def is_stopped(worker: Worker) -> bool:
-    """Whether the process has been stopped; a signal takes a moment to arrive."""
-    for _ in range(500):
-        stat = Path(f"/proc/{worker._process.pid}/stat").read_text()
-        if stat.rpartition(")")[2].split()[0] == "T":
-            return True
-        time.sleep(0.01)
-    return False
+def wait_until_stopped(worker: Worker) -> None:
+    """Until the process has been stopped; a signal takes a moment to arrive."""
+    stat = Path(f"/proc/{worker._process.pid}/stat")
+    until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it does not rest")
 
 
 def test_a_worker_rests_between_commands(worker: Worker) -> None:
     """Also after a command that fails; it answers, and ends, as if it had not."""
     assert started([worker]) == [worker]
-    assert is_stopped(worker)
+    wait_until_stopped(worker)
     first = worker.do("counted")["count"]
-    assert is_stopped(worker)
+    wait_until_stopped(worker)
     assert worker.do("fail") == {"error": "ValueError: no"}
-    assert is_stopped(worker)
+    wait_until_stopped(worker)
     assert worker.do("counted")["count"] >= first
     worker.stop()
     assert worker._process.returncode == 0
@@ -82,8 +78,10 @@ def test_a_worker_that_ends_is_told(worker: Worker) -> None:
 
 
 def test_the_commit_of_a_copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Git's word where there is any, else the environment's."""
+    """The environment's word, also where git has one of its own; without it git's, or nothing."""
     monkeypatch.setenv("BENCHMARK_COMMIT", "abc1234")
-    assert commit() != "abc1234"
-    monkeypatch.setattr("benchmarks.results_file.__file__", str(tmp_path / "a_file.py"))
     assert commit() == "abc1234"
+    monkeypatch.delenv("BENCHMARK_COMMIT")
+    assert commit() not in {"", "abc1234"}
+    monkeypatch.setattr("benchmarks.results_file.__file__", str(tmp_path / "a_file.py"))
+    assert commit() == ""

@@ -144,6 +144,30 @@ def test_a_checkpoint_at_fault_is_dropped_on_every_tier(tmp_path: Path) -> None:
     assert_balanced(machine)
 
 
+def test_what_nothing_was_read_after_is_handed_to_nobody(tmp_path: Path) -> None:
+    """Another engine would take it for sound: it gets the longest that is, and nothing else, also
+    of what a state was before it was rewritten.
+    """
+    machine = Machine(tmp_path, 60, 60)
+    machine.run(machine.ask(np.arange(1000, 1320, dtype=np.int32), "run"))
+    machine.run(machine.ask(TEXT[:128], "run"))
+    unread = machine.ask(TEXT, "run")
+    machine.round(unread)
+    states = states_of(machine)
+    assert [c.position for c, _, _ in states.known("t", "run")] == [320, 256, 128]
+    exported = [states.copied(*one) for one in states.known("t", "run")]
+    assert [parcel and parcel.position for parcel in exported] == [320, None, 128]
+    assert [leaf.tokens for leaf in states.leaves()] == [128, 320]
+    machine.checkpoints.trust(unread)
+    machine.checkpoints.release(unread)
+    leaf, other = states.leaves()
+    assert (leaf.tokens, other.tokens) == (256, 320)
+    parcel = states.copied_leaf(leaf)
+    assert parcel is not None
+    assert parcel.position == 256
+    assert_balanced(machine)
+
+
 def parcel_of(machine: Machine) -> bytes:
     """The machine's state for another engine."""
     states = states_of(machine)

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,8 +17,11 @@ import ray
 from ray._raylet import Config
 from ray.serve.context import _get_global_client, _set_global_client
 
+from loadtest.local import free_port
+from tests.waiting import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
-START_WITHIN_S = 120
+START_WITHIN_S = 240
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,6 @@ class Started(Served):
     """One that a test has started for itself."""
 
     process: subprocess.Popen[str]
-
-
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -75,7 +70,7 @@ def serving(log: Path, *args: str) -> Iterator[Started]:
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGINT)
-        process.wait(60)
+        process.wait(PATIENCE_S)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ def run(command: list[str], cwd: Path, **env: str) -> str:
         command,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         cwd=cwd,
         env=os.environ | env,
         check=False,

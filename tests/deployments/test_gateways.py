@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,16 @@ from router.quota import BURST_S
 from tests.deployments.conftest import joined, serving
 from tests.deployments.test_limits import asking
 from tests.deployments.test_tenants import SLOW, A, keys_file
+from tests.waiting import until
 
 pytestmark = pytest.mark.ray
 
-QUOTA = 300
-"""Requests a minute, which this machine must be able to answer."""
+QUOTA = 120
+"""Requests a minute, which a slow machine must be able to answer, too."""
 
 MOST_BYTES = 6 << 20
 LONG = asking("word " * 6_000)
-"""A state of several rounds, which takes seconds here."""
+"""30,000 tokens, in rounds of 256: nobody waits for its end, and it must not come by itself."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[
     keys = keys_file(folder, slow={"requests_per_minute": QUOTA})
     words = (
         f"model={checkpoint}", "gateway_replicas=2", f"api_keys={keys}", "cpus_per_replica=0.1",
-        f"max_body_bytes={MOST_BYTES}", f"max_decoded_bytes={MOST_BYTES}", "max_round_tokens=2048",
+        f"max_body_bytes={MOST_BYTES}", f"max_decoded_bytes={MOST_BYTES}", "max_round_tokens=256",
     )  # fmt: skip
     with serving(folder / "log", *words) as served, joined(served.address):
         yield Two(served.url, checkpoint, keys)
@@ -90,18 +91,23 @@ def test_a_quota_is_the_fleet_s(two: Two) -> None:
                 assert answer.status_code == 429, answer.text
                 stop.wait(min(0.3, int(answer.headers["retry-after-ms"]) / 1000))
 
-    threads = [threading.Thread(target=client) for _ in range(8)]
+    threads = [threading.Thread(target=client) for _ in range(4)]
     began = time.monotonic()
     for thread in threads:
         thread.start()
-    wait_for(lambda: len(answered) >= (BURST_S + 2) * QUOTA / 60)
+
+    def has_its_quota() -> bool:
+        """All that was saved up, and from then on what comes in; a stall is made up for."""
+        allowed = (BURST_S + time.monotonic() - began) * QUOTA / 60
+        return len(answered) >= max((BURST_S + 2) * QUOTA / 60, 0.9 * allowed)
+
+    until(has_its_quota, "it does not get its quota")
     stop.set()
     for thread in threads:
         thread.join()
     spent = answered[-1] - began
     allowed = (BURST_S + spent) * QUOTA / 60
     assert len(answered) <= 1.1 * allowed + 2
-    assert len(answered) >= 0.9 * allowed
     told = serve.get_app_handle("default").broadcast("leases").results(timeout_s=30)
     assert [("slow" in gateway["held"], gateway["by_ledger"]) for gateway in told] == [
         (True, True)
@@ -119,12 +125,12 @@ def test_those_who_leave_take_their_work_back(two: Two) -> None:
     for one in open_ones:
         one.sendall(head.encode() + body)
     calls = [engine().decide.remote(LONG) for _ in range(3)]
-    wait_for(lambda: two.counted("waiting") >= 4)
+    until(lambda: two.counted("waiting") >= 4)
     for one in open_ones:
         one.close()
     for call in calls:
         call.cancel()
-    wait_for(lambda: two.counted("waiting") == 0)
+    until(lambda: two.counted("waiting") == 0)
     assert two.post(A, asking()).status_code == 200
     assert two.counted("answered") == before + 1
 
@@ -137,7 +143,7 @@ def test_deadlines_through_the_cluster(two: Two) -> None:
         DecisionClient(timeout=0.05).decide(LONG)
     with pytest.raises(RuntimeError, match=r"within 0\.05 s"):
         engine().decide.remote(LONG, timeout_s=0.05).result(timeout_s=60)
-    wait_for(lambda: two.counted("waiting") == 0)
+    until(lambda: two.counted("waiting") == 0)
 
 
 def test_bodies_above_a_grpc_message(two: Two) -> None:
@@ -204,7 +210,7 @@ def test_keys_are_read_anew_in_place(two: Two) -> None:
 
     before = replicas()
     deploy(1)
-    wait_for(lambda: running() and len(replicas()) == 3 and not replicas() & before)
+    until(lambda: running() and len(replicas()) == 3 and not replicas() & before)
     before = replicas()
     tenants = json.loads(two.keys.read_text())["tenants"]
     two.keys.write_text(json.dumps({"tenants": tenants[1:]}))
@@ -217,15 +223,5 @@ def test_keys_are_read_anew_in_place(two: Two) -> None:
         refused = refused + 1 if two.post(A, asking()).status_code == 401 else 0
         return refused == 20
 
-    wait_for(gone)
+    until(gone)
     assert replicas() == before
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 100.0) -> None:
-    """Returns when it holds; fails if it does not in time."""
-    stopper = threading.Event()
-    for _ in range(int(seconds / 0.02)):
-        if condition():
-            return
-        stopper.wait(0.02)
-    raise AssertionError("waited in vain")

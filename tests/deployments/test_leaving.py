@@ -4,6 +4,7 @@ else notices.
 
 import random
 import shutil
+import signal
 import threading
 import time
 from collections import Counter
@@ -29,9 +30,10 @@ from deployments.client import DecisionClient
 from deployments.config import AppArgs
 from flide_engine.errors import RequestQuarantined
 from flide_engine.resolve import locate
-from router.quarantine import READ_EVERY_S
-from tests.deployments.conftest import free_port
+from loadtest.local import free_port
+from router import asking
 from tests.deployments.mortal import KILLS, Mortal
+from tests.waiting import until
 
 pytestmark = pytest.mark.ray
 
@@ -67,12 +69,17 @@ class Fleet:
         """What each replica has counted, by its id; asked again while a dead one is listed, or none
         is.
         """
-        for _ in range(300):
+        found: dict[str, dict[str, Any]] = {}
+
+        def are_told() -> bool:
             try:
-                return self._counters()
+                found.update(self._counters())
             except (RayActorError, DeploymentUnavailableError):
-                time.sleep(0.1)
-        raise AssertionError("dead replicas stay listed")
+                return False
+            return True
+
+        until(are_told, "dead replicas stay listed", 0.1)
+        return found
 
     def _counters(self) -> dict[str, dict[str, Any]]:
         found = self.engine.broadcast("counters").results(timeout_s=30)
@@ -86,12 +93,12 @@ class Fleet:
 
     def wait_for(self, replicas: int) -> None:
         """Returns when so many run, and none starts or stops."""
-        for _ in range(600):
-            states = serve.status().applications["default"].deployments[ENGINE].replica_states
-            if states == {"RUNNING": replicas}:
-                return
-            time.sleep(0.1)
-        raise AssertionError(states)
+
+        def are_there() -> bool:
+            deployment = serve.status().applications["default"].deployments[ENGINE]
+            return bool(deployment.replica_states == {"RUNNING": replicas})
+
+        until(are_there, f"there are never {replicas} replicas", 0.1)
 
     def over_http(self, asked: dict[str, Any]) -> dict[str, Any]:
         answer = self.http.post("/v1/systemone", json=asked)
@@ -124,12 +131,8 @@ class Fleet:
                 turn += 5
 
         def answers(count: int) -> None:
-            until = len(got) + count
-            for _ in range(1200):
-                if len(got) >= until or failed:
-                    return
-                time.sleep(0.05)
-            raise AssertionError(f"{until - len(got)} answers did not come")
+            wanted = len(got) + count
+            until(lambda: len(got) >= wanted or bool(failed), f"{count} answers did not come")
 
         ways = [self.over_http, self.over_handle] * 2
         threads = [threading.Thread(target=caller, args=(w, i)) for i, w in enumerate(ways)]
@@ -192,52 +195,60 @@ def fleet() -> Iterator[Fleet]:
             ray.shutdown()
 
 
-def test_a_request_that_kills_costs_three_replicas_and_nobody_an_answer(
-    fleet: Fleet, tmp_path: Path
+@pytest.mark.parametrize(("how", "cost"), [(signal.SIGSEGV, 2), (signal.SIGKILL, 3)])
+def test_a_request_that_kills_costs_few_replicas_and_nobody_an_answer(
+    fleet: Fleet, tmp_path: Path, how: signal.Signals, cost: int
 ) -> None:
-    """By the official SDK, which asks again where that may help: 422 once the third is dead, and
-    from then on, also by another way than that Gateway.
+    """By the official SDK, which asks again where that may help: 422 once the last is dead, and
+    from then on, also by another way than that Gateway. Two if their processes crash; where they
+    only vanish, something else may have killed the second.
     """
-    before = set(fleet.counters())
     deaths = tmp_path / "deaths"
-    opening = text("the same home for all of them", 80)
+    opening = text(f"the same home for all of them, and {how.name}", 80)
+    state = f"{opening}{KILLS[how]}{deaths}"
     bystanders = [ask(f"{opening} {i}") for i in range(6)]
 
     def kill() -> str:
         with TypeSafeClient(base_url=fleet.url, api_key="any", timeout=60) as client:
             try:
-                client.system_one(
-                    state=f"{opening}{KILLS}{deaths}", questions={"q": Noul(instructions="?")}
-                )
+                client.system_one(state=state, questions={"q": Noul(instructions="?")})
             except TypeSafeUnprocessableEntityError as error:
                 return str(error)
         return "answered"
 
     with fleet.under_load("kill") as answers, ThreadPoolExecutor(7) as pool:
         killing = pool.submit(kill)
-        while not deaths.exists():
-            time.sleep(0.01)
+        until(deaths.exists, "nothing is killed")
         # they are where it kills, and some of them again where it kills again
-        asking = []
+        calls = []
         for asked in bystanders:
-            asking.append(pool.submit(fleet.over_handle, asked))
+            calls.append(pool.submit(fleet.over_handle, asked))
             time.sleep(0.08)  # or they would look like a queue, and go elsewhere
-        answered = [answer.result(60) for answer in asking]
+        answered = [call.result(60) for call in calls]
         assert "2 replicas died" in killing.result(60)
         assert "2 replicas died" in kill()
-        while len(fleet.counters()) < 3:
-            time.sleep(0.1)
+        until(lambda: len(fleet.counters()) == 3, "the dead are not replaced")
         answers(8)
-        time.sleep(2 * READ_EVERY_S)  # this process is not the Gateway's, and has heard of it
+        deadly = {
+            "state": state,
+            "questions": {"q": {"type": "noul", "instructions": "?"}},
+        }
+
+        def have_heard() -> bool:
+            """By its own looks, one with a request: it is not the Gateway's process."""
+            fleet.over_handle(bystanders[0])
+            try:
+                asking._quarantine.check(deadly)
+            except RequestQuarantined:
+                return True
+            return False
+
+        until(have_heard, "this process never hears of it", 0.1)
         with pytest.raises(RequestQuarantined):
-            fleet.client.decide(
-                {
-                    "state": f"{opening}{KILLS}{deaths}",
-                    "questions": {"q": {"type": "noul", "instructions": "?"}},
-                }
-            )
-    assert len(deaths.read_text().split()) == 3
-    assert len(set(fleet.counters()) & before) <= 1
+            fleet.client.decide(deadly)
+    dead = {int(process) for process in deaths.read_text().split()}
+    assert len(deaths.read_text().split()) == len(dead) == cost
+    assert not dead & {counted["process"] for counted in fleet.counters().values()}
     for asked, answer in zip(bystanders, answered, strict=True):
         assert abs(p(answer) - p(fleet.over_handle(asked))) < TOLERANCE
 

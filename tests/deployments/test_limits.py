@@ -4,7 +4,6 @@ import asyncio
 import random
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +18,12 @@ from flide_engine import DecisionRequest
 from flide_engine.engine import Engine
 from flide_engine.errors import BodyTooLarge, FlideError, InvalidRequest, Overloaded, TooManyTokens
 from flide_engine.wire import from_plain, to_json
+from tests.engines import wait_until_rendered
 from tests.local_app import LocalApp, local_app
+from tests.waiting import PATIENCE_S, until
 
 NOUL = {"type": "noul", "instructions": "?"}
-BODY, DECODED, QUESTIONS, OPTIONS, PROMPT, REQUEST, SECONDS = 3000, 6000, 7, 5, 256, 400, 5.0
+BODY, DECODED, QUESTIONS, OPTIONS, PROMPT, REQUEST, SECONDS = 3000, 6000, 7, 5, 256, 400, 60.0
 
 
 @pytest.fixture(scope="module")
@@ -119,12 +120,12 @@ def test_a_limit(app: LocalApp, name: str) -> None:
     assert bad.status_code == found.status
     typed = [DecisionRequest.model_validate(request) for request in (found.at, found.above)]
     if name != "max_decoded_bytes":  # a typed request says more than it was given
-        assert app.handle.decide.remote(typed[0]).result(timeout_s=10).answers
+        assert app.handle.decide.remote(typed[0]).result(timeout_s=60).answers
         with pytest.raises(found.error, match=found.told):
-            app.handle.decide.remote(typed[1]).result(timeout_s=10)
-    assert app.handle.decide.remote(found.at).result(timeout_s=10)["answers"]
+            app.handle.decide.remote(typed[1]).result(timeout_s=60)
+    assert app.handle.decide.remote(found.at).result(timeout_s=60)["answers"]
     with pytest.raises(ValueError, match=found.told):
-        app.handle.decide.remote(found.above).result(timeout_s=10)
+        app.handle.decide.remote(found.above).result(timeout_s=60)
     assert app.engine.decide(found.at).answers
     with pytest.raises(found.error, match=found.told) as raised:
         app.engine.decide(found.above)
@@ -148,25 +149,25 @@ def test_the_time_that_may_be_asked_for(app: LocalApp) -> None:
     """At most `max_timeout_s`, in milliseconds over HTTP and in seconds by handle; what is no time
     is refused, too.
     """
-    for milliseconds, status in (("5000", 200), ("5001", 422), ("", 200)):
+    for milliseconds, status in (("60000", 200), ("60001", 422), ("", 200)):
         answer = app.post(json=asking(), headers={"X-Request-Timeout-Ms": milliseconds})
         assert answer.status_code == status, answer.text
         if status == 422:
             (fault,) = answer.json()["detail"]
             assert fault["loc"] == ["header", "X-Request-Timeout-Ms"]
-            assert "5.001 s; the limit is 5 s (max_timeout_s)" in fault["msg"]
+            assert "60.001 s; the limit is 60 s (max_timeout_s)" in fault["msg"]
     for bad in ("-1", "1.5", "soon", "9" * 30):
         answer = app.post(json=asking(), headers={"X-Request-Timeout-Ms": bad})
         assert answer.status_code == 422
         assert "milliseconds" in answer.text
-    assert app.handle.decide.remote(asking(), timeout_s=5.0).result(timeout_s=10)["answers"]
-    for timeout, told in ((5.001, "max_timeout_s"), (float("nan"), "seconds"), ("x", "seconds")):
+    assert app.handle.decide.remote(asking(), timeout_s=60.0).result(timeout_s=60)["answers"]
+    for timeout, told in ((60.001, "max_timeout_s"), (float("nan"), "seconds"), ("x", "seconds")):
         with pytest.raises(ValueError, match=told):
-            app.handle.decide.remote(asking(), timeout_s=timeout).result(timeout_s=10)
-    for timeout in (5.001, -1.0, float("inf"), True):
+            app.handle.decide.remote(asking(), timeout_s=timeout).result(timeout_s=60)
+    for timeout in (60.001, -1.0, float("inf"), True):
         with pytest.raises(InvalidRequest, match="timeout"):
             app.engine.submit(asking(), timeout=timeout)
-    assert app.engine.submit(asking(), timeout=5.0).result(10).answers
+    assert app.engine.submit(asking(), timeout=60.0).result(60).answers
 
 
 class Held:
@@ -178,7 +179,7 @@ class Held:
 
         def held(*args: Any) -> Any:
             self.begun.set()
-            self.open.wait(20)
+            self.open.wait(2 * PATIENCE_S)
             return start(*args)
 
         patch.setattr(engine._loop._runner, "start", held)
@@ -186,11 +187,7 @@ class Held:
 
 def settled(engine: Engine, count: int) -> None:
     """Returns when so many requests wait in the queue."""
-    for _ in range(1000):
-        if engine._loop.waiting == engine.waiting == count:
-            return
-        time.sleep(0.005)
-    raise AssertionError(f"{engine._loop.waiting} wait in the queue, {engine.waiting} in all")
+    until(lambda: engine._loop.waiting == engine.waiting == count, f"{count} never waited")
 
 
 class Askers:
@@ -218,9 +215,9 @@ class Askers:
     def check_answered(self) -> None:
         """Returns once all are."""
         for thread in self._threads:
-            thread.join(20)
+            thread.join(60)
         assert [answer.status_code for answer in self._over_http] == [200] * len(self._threads)
-        assert all(call.result(timeout_s=20)["answers"] for call in self._by_handle)
+        assert all(call.result(timeout_s=60)["answers"] for call in self._by_handle)
 
 
 def refused(app: LocalApp, told: str, **how: Any) -> None:
@@ -231,7 +228,7 @@ def refused(app: LocalApp, told: str, **how: Any) -> None:
     assert told in answer.text
     assert int(answer.headers["retry-after-ms"]) >= 50
     with pytest.raises(RuntimeError, match=re.escape(told)):
-        app.handle.decide.remote(asking(), **how).result(timeout_s=10)
+        app.handle.decide.remote(asking(), **how).result(timeout_s=60)
 
 
 def test_the_number_that_waits(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +238,7 @@ def test_the_number_that_waits(checkpoint: Path, monkeypatch: pytest.MonkeyPatch
     with local_app(model=str(checkpoint), max_waiting_requests=4) as app:
         held = Held(app.engine, monkeypatch)
         futures, askers = [app.engine.submit(asking())], Askers(app)
-        assert held.begun.wait(10)
+        assert held.begun.wait(PATIENCE_S)
         futures += [app.engine.submit(asking()) for _ in range(2)]
         askers.http()
         settled(app.engine, 3)
@@ -254,7 +251,7 @@ def test_the_number_that_waits(checkpoint: Path, monkeypatch: pytest.MonkeyPatch
             with pytest.raises(Overloaded, match="max_waiting_requests"):
                 app.engine.submit(asking(), tenant=tenant)
         held.open.set()
-        assert all(future.result(20).answers for future in futures)
+        assert all(future.result(60).answers for future in futures)
         askers.check_answered()
         assert app.engine.waiting == 0
 
@@ -267,7 +264,7 @@ def test_the_tokens_that_wait(checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
         with local_app(model=str(checkpoint), max_queued_tokens=3 * one + more) as app:
             held = Held(app.engine, monkeypatch)
             futures, askers = [app.engine.submit(asking())], Askers(app)
-            assert held.begun.wait(10)
+            assert held.begun.wait(PATIENCE_S)
             askers.http()
             settled(app.engine, 1)
             askers.handle()
@@ -278,7 +275,7 @@ def test_the_tokens_that_wait(checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
             refused(app, f"takes {3 * one + more} (max_queued_tokens)")
             held.open.set()
             askers.check_answered()
-            assert all(future.result(20).answers for future in futures)
+            assert all(future.result(60).answers for future in futures)
 
 
 @pytest.mark.parametrize("batch", [False, True])
@@ -291,12 +288,12 @@ def test_the_wait_that_is_predicted(
     most = 100 if batch else 200
     with local_app(model=str(checkpoint), max_queue_ms=200) as app:
         held = Held(app.engine, monkeypatch)
-        futures, askers = [app.engine.submit(asking())], Askers(app)
-        assert held.begun.wait(10)
-        futures.append(app.engine.submit(asking()))
-        settled(app.engine, 1)
         door = app.engine._loop._scheduler._door
         monkeypatch.setattr(door, "wait_ms", lambda *_, **__: float(most))
+        futures, askers = [app.engine.submit(asking())], Askers(app)
+        assert held.begun.wait(PATIENCE_S)
+        futures.append(app.engine.submit(asking()))
+        settled(app.engine, 1)
         askers.handle(batch=batch)
         askers.http(headers={"X-Priority": "batch" if batch else "interactive"})
         settled(app.engine, 3)
@@ -304,42 +301,43 @@ def test_the_wait_that_is_predicted(
         refused(app, f"{most + 1} ms wait, the queue takes {most} (max_queue_ms)", batch=batch)
         held.open.set()
         askers.check_answered()
-        assert all(future.result(10).answers for future in futures)
+        assert all(future.result(60).answers for future in futures)
 
 
 def test_a_deadline_and_a_departure(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A deadline over HTTP and by handle is the engine's, too; a client that goes takes its work
-    out of the queue. Nothing is left then.
+    out of the queue. Nothing is left then. On a busy machine a deadline may come before the queue.
     """
     with local_app(model=str(checkpoint)) as app:
         held = Held(app.engine, monkeypatch)
         first = app.engine.submit(asking())
-        assert held.begun.wait(10)
+        assert held.begun.wait(PATIENCE_S)
         answer = app.post(json=asking(), headers={"X-Request-Timeout-Ms": "100"})
         assert (answer.status_code, answer.json()["detail"]["error_type"]) == (408, "timeout_error")
         with pytest.raises(RuntimeError, match=r"no answer within 0\.1 s"):
-            app.handle.decide.remote(asking(), timeout_s=0.1).result(timeout_s=10)
+            app.handle.decide.remote(asking(), timeout_s=0.1).result(timeout_s=60)
+
+        wait_until_rendered(app.engine)
+        late = app.engine.waiting
+        assert late <= 2
 
         async def leave() -> None:
             async with app.client() as client:
                 call = asyncio.create_task(client.post("/v1/systemone", json=asking()))
-                await asyncio.to_thread(settled, app.engine, 3)
+                await asyncio.to_thread(settled, app.engine, late + 1)
                 call.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await call
 
         asyncio.run(leave())
         call = app.handle.decide.remote(asking())
-        settled(app.engine, 4)
+        settled(app.engine, late + 2)
         call.cancel()
         entries = list(app.engine._loop._scheduler)
-        for _ in range(1000):
-            if all(work.future.cancelled() for work in entries):
-                break
-            time.sleep(0.005)
-        assert [work.future.cancelled() for work in entries] == [True] * 4
+        assert len(entries) == late + 2
+        until(lambda: all(work.future.cancelled() for work in entries), "some are not cancelled")
         held.open.set()
-        assert first.result(10).answers
+        assert first.result(60).answers
         settled(app.engine, 0)
         app.engine.drop_checkpoints()
         held_bytes = app.engine.accounting()
@@ -359,7 +357,7 @@ def test_the_class_of_a_request(app: LocalApp, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(app.engine._loop, "add", noted)
     for value in ("batch", "Interactive", ""):
         assert app.post(json=asking(), headers={"X-Priority": value}).status_code == 200
-    assert app.handle.decide.remote(asking(), batch=True).result(timeout_s=10)["answers"]
+    assert app.handle.decide.remote(asking(), batch=True).result(timeout_s=60)["answers"]
     assert asked == [True, False, False, True]
     answer = app.post(json=asking(), headers={"X-Priority": "urgent"})
     assert answer.status_code == 422

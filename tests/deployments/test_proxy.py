@@ -3,19 +3,16 @@
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 import ray
-from ray import serve
 from ray.serve._private.constants import SERVE_NAMESPACE
 from ray.serve.context import _get_global_client
 from typesafe_sdk import Noul, RetryPolicy, TypeSafeClient
 
-from deployments.app import build
-from deployments.config import AppArgs
-from tests.deployments.conftest import free_port
+from tests.deployments.conftest import Served, joined
+from tests.waiting import until
 
 pytestmark = pytest.mark.ray
 
@@ -29,21 +26,12 @@ address of another proxy, too (`test_ray_up`); the only one takes longer to come
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
-    """An app behind the proxy of the only node, which is looked after every second."""
-    port = free_port()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RAY_ADDRESS", raising=False)
-        patch.setenv("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
-        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-        try:
-            serve.start(http_options={"host": "127.0.0.1", "port": port})
-            args = AppArgs.model_validate({"model": "nano", "cpus_per_replica": 0.1})
-            serve.run(build(args), name="default", route_prefix="/")
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            serve.shutdown()
-            ray.shutdown()
+def url(served: Served) -> Iterator[str]:
+    """The server of all tests, whose cluster this process joins to find the proxy: the only one,
+    which is looked after every second.
+    """
+    with joined(served.address):
+        yield served.url
 
 
 def proxy() -> int:
@@ -51,7 +39,7 @@ def proxy() -> int:
     (about,) = _get_global_client().get_serve_details()["proxies"].values()
     try:
         actor = ray.get_actor(about["actor_name"], SERVE_NAMESPACE)
-        return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=10))
+        return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=60))
     except (ValueError, ray.exceptions.RayError):
         return 0
 
@@ -83,11 +71,7 @@ class Load:
     def wait_for(self, more: int) -> None:
         """Returns when so many more are answered, or one has failed."""
         wanted = len(self.answers) + more
-        for _ in range(2400):
-            if len(self.answers) >= wanted or self.failed:
-                return
-            time.sleep(0.05)
-        raise AssertionError(f"{len(self.answers)} answered, not {wanted}")
+        until(lambda: len(self.answers) >= wanted or bool(self.failed), f"not {wanted} answered")
 
     def stop(self) -> None:
         """Returns when the last request is over."""
@@ -101,13 +85,14 @@ def test_a_killed_proxy_costs_retries_of_the_callers(url: str) -> None:
     load = Load(url)
     try:
         load.wait_for(40)
+        until(lambda: proxy() != 0, "the proxy is not found")
         killed, at = proxy(), len(load.answers)
         os.kill(killed, signal.SIGKILL)
         load.wait_for(60)
     finally:
         load.stop()
     assert load.failed == []
-    assert proxy() not in (0, killed)
+    until(lambda: proxy() not in (0, killed), "no other proxy is told of")
     for number in range(len(STATES)):
         before, after = (
             [value for n, value in part if n == number]

@@ -12,6 +12,7 @@ import pytest
 
 from tests.deployments.conftest import ROOT, Served
 from tests.router.test_http_app import FAULTY
+from tests.waiting import until
 
 pytestmark = pytest.mark.ray
 
@@ -30,7 +31,7 @@ REQUEST: dict[str, Any] = {
 }
 
 
-def run(*command: str, timeout: float = 120, **kw: Any) -> subprocess.CompletedProcess[str]:
+def run(*command: str, timeout: float = 240, **kw: Any) -> subprocess.CompletedProcess[str]:
     """A finished command with its output."""
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, check=False, **kw
@@ -56,7 +57,7 @@ def test_a_real_answer(client: httpx.Client) -> None:
 
 def test_health_models_and_version(client: httpx.Client) -> None:
     """What operators ask."""
-    assert client.get("/health").status_code == 200
+    until(lambda: client.get("/health").status_code == 200, "it is not healthy", 0.5)
     (model,) = client.get("/v1/models").json()["models"]
     assert set(model) == {"name", "description", "release_date"}
     assert client.post("/v1/systemone", json=REQUEST).json()["model"] == model["name"]
@@ -70,7 +71,8 @@ def test_faulty_bodies_through_serve(client: httpx.Client, name: str) -> None:
     """The same 4xx as in the app's own tests."""
     answer = client.post("/v1/systemone", content=FAULTY[name])
     assert answer.status_code == 422, answer.text
-    assert client.get("/health").status_code == 200
+    # an engine that is held up is not healthy meanwhile
+    until(lambda: client.get("/health").status_code == 200, "it is not healthy again", 0.5)
 
 
 def test_limits_of_the_engine_through_serve(client: httpx.Client) -> None:

@@ -13,7 +13,7 @@ import ray
 from ray import serve
 
 from deployments import local
-from tests.deployments.conftest import free_port
+from loadtest.local import free_port
 
 
 class Started(Exception):

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from router.auth import key_hash
 from tests.deployments.test_limits import Held, asking, settled
 from tests.local_app import LocalApp, local_app
+from tests.waiting import PATIENCE_S
 
 A, B, SLOW = "sk-a-secret", "sk-b-secret", "sk-slow-secret"
 STATE = "what only the first tenant knows, and asks about again and again " * 12
@@ -32,8 +32,8 @@ def keys_file(folder: Path, **quotas: dict[str, Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def app(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalApp]:
-    """The random checkpoint; one tenant may ask once a second."""
-    path = keys_file(tmp_path_factory.mktemp("keys"), slow={"requests_per_minute": 60})
+    """The random checkpoint; one tenant may ask once a minute, however slow the machine is."""
+    path = keys_file(tmp_path_factory.mktemp("keys"), slow={"requests_per_minute": 1})
     with local_app(model=str(checkpoint), api_keys=str(path)) as made:
         yield made
 
@@ -72,12 +72,12 @@ def test_two_tenants_share_no_trunk_in_a_round(
         with monkeypatch.context() as patch:
             held = Held(app.engine, patch)
             busy = app.engine.submit(asking("busy"), tenant="busy")
-            assert held.begun.wait(10)
+            assert held.begun.wait(PATIENCE_S)
             futures = [app.engine.submit(asking(STATE), tenant=tenant) for tenant in tenants]
             settled(app.engine, 2)
             before = app.engine.counters()
             held.open.set()
-            answers = [future.result(20) for future in (busy, *futures)]
+            answers = [future.result(60) for future in (busy, *futures)]
         after = app.engine.counters()
         assert after.rounds == before.rounds + 2
         assert [a.usage.x_reused_tokens for a in answers] == [0, 0, 0]
@@ -93,10 +93,10 @@ def test_quotas_over_http(app: LocalApp) -> None:
     assert until[0].status_code == 200
     detail = refused[0].json()["detail"]
     assert detail["error_type"] == "rate_limit_error"
-    assert "60 requests a minute is used up (requests_per_minute)" in detail["message"]
-    assert 1 <= int(refused[0].headers["retry-after-ms"]) <= 20_000
+    assert "1 requests a minute is used up (requests_per_minute)" in detail["message"]
+    assert 1 <= int(refused[0].headers["retry-after-ms"]) <= 120_000
     assert post(app, B).status_code == 200
-    assert app.handle.decide.remote(asking()).result(timeout_s=10)["answers"]
+    assert app.handle.decide.remote(asking()).result(timeout_s=60)["answers"]
 
 
 def test_nothing_secret_is_told(app: LocalApp, caplog: pytest.LogCaptureFixture) -> None:
@@ -117,7 +117,7 @@ def test_a_body_that_never_comes(app: LocalApp) -> None:
         sent: list[dict[str, Any]] = []
 
         async def receive() -> dict[str, Any]:
-            await asyncio.sleep(3600)
+            await asyncio.Event().wait()
             return {}
 
         async def send(message: dict[str, Any]) -> None:
@@ -128,8 +128,6 @@ def test_a_body_that_never_comes(app: LocalApp) -> None:
         await app.http(scope, receive, send)
         return sent[0]["status"], sent[1]["body"]
 
-    began = time.monotonic()
     status, body = asyncio.run(stall())
     assert status == 408
     assert b"no answer within 0.05 s" in body
-    assert time.monotonic() - began < 60

@@ -2,8 +2,8 @@
 
 import asyncio
 import os
+import re
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +18,7 @@ from flide_engine import DecisionRequest
 from flide_engine.errors import NotReady
 from router import boards
 from tests.deployments.conftest import Served, joined, serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.ray
 
@@ -35,6 +36,9 @@ class Fleet:
 
     def __init__(self, served: Served) -> None:
         self.http = httpx.Client(base_url=served.url, timeout=200)
+        found = re.search(r"logs: (\S+)", served.log.read_text())
+        assert found
+        self._logs = Path(found[1])
 
     def wait_for(self, replicas: int) -> None:
         """Returns when so many engine replicas run, and none starts or stops."""
@@ -43,7 +47,17 @@ class Fleet:
         def engine() -> Any:
             return serve.status().applications["default"].deployments["Engine"]
 
-        wait_until(lambda: engine().replica_states == wanted)
+        until(lambda: engine().replica_states == wanted)
+
+    def wait_for_another(self, before: set[str]) -> None:
+        """Returns once a replica has been started beside those of before: it may be gone again, as
+        it goes as soon as nothing is asked.
+        """
+        until(lambda: bool(self.started() - before))
+
+    def started(self) -> set[str]:
+        """Engine replicas there have ever been, by their logs."""
+        return {path.name for path in self._logs.glob("replica_default_Engine_*.log")}
 
     def post(self, wait_ms: int | None = None) -> httpx.Response:
         """A decision over HTTP, of a caller that says how long it waits, or not."""
@@ -54,16 +68,6 @@ class Fleet:
         """Status and what it says."""
         answer = self.http.get("/health")
         return answer.status_code, answer.json().get("status", "")
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Returns when it holds; fails if it does not in time."""
-    pause = threading.Event()
-    for _ in range(1200):
-        if condition():
-            return
-        pause.wait(0.1)
-    raise AssertionError("waited in vain")
 
 
 @pytest.fixture
@@ -83,22 +87,30 @@ def test_a_fleet_sleeps_and_is_woken_by_every_way(fleet: Fleet) -> None:
     """
     fleet.wait_for(0)
     assert fleet.health() == (200, "asleep")
+    before = fleet.started()
     with ThreadPoolExecutor(2) as pool:
         for refused in pool.map(fleet.post, (None, 10_000)):
             assert refused.status_code == 503, refused.text
             assert refused.json()["detail"]["error_type"] == NotReady("").error_type
             assert 10_000 < int(refused.headers["retry-after-ms"]) <= 1000 * COLD_START_S
     assert fleet.health() in {(200, "starting"), (200, "ok")}
-    fleet.wait_for(1)  # nobody waits for an answer: the refused have woken it
-    assert fleet.http.get("/v1/models").status_code == 200
+    fleet.wait_for_another(before)  # nobody waits for an answer: the refused have woken it
+    until(lambda: fleet.http.get("/v1/models").status_code == 200)
     fleet.wait_for(0)
     assert fleet.http.get("/v1/models").status_code == 200
     assert fleet.health() == (200, "asleep")
+    before = fleet.started()
     states = fleet.http.get("/v1/states")  # what is on disk is known once somebody can look
     assert (states.status_code, "retry-after-ms" in states.headers) == (503, True)
-    fleet.wait_for(1)
-    assert fleet.health() == (200, "ok")
-    assert fleet.post(10_000).status_code == 200
+    fleet.wait_for_another(before)
+
+    def stays_awake() -> bool:
+        """A state that comes again to a replica is an agent's, which keeps it for a minute."""
+        answers = [fleet.post(200_000).status_code for _ in range(2)]
+        return answers == [200, 200] and fleet.health() == (200, "ok")
+
+    until(stays_awake)
+    assert fleet.post().status_code == 200
 
 
 @pytest.mark.slow
@@ -116,7 +128,7 @@ def test_a_fleet_whose_replica_died_does_not_sleep(tmp_path: Path) -> None:
             told.add(fleet.health())
             return boards.shared("default", "Engine").members.count == 0
 
-        wait_until(is_gone)
+        until(is_gone)
         told.add(fleet.health())
         assert fleet.post(1000 * COLD_START_S // 2).status_code == 200
         assert fleet.health() == (200, "ok")
@@ -129,11 +141,12 @@ def test_handles_wake_a_fleet(fleet: Fleet) -> None:
     """A client by what it waits for, in calls that block or not; every way at once is answered."""
     fleet.wait_for(0)
     short, long = DecisionClient(timeout=10), DecisionClient(timeout=200)
-    wait_until(lambda: boards.shared("default", "Engine").members.count == 0)
+    until(lambda: boards.shared("default", "Engine").members.count == 0)
+    before = fleet.started()
     with pytest.raises(NotReady) as told:
         short.decide(ASKED)
     assert 10_000 < told.value.retry_after_ms <= 1000 * COLD_START_S
-    fleet.wait_for(1)
+    fleet.wait_for_another(before)
     fleet.wait_for(0)  # nothing was answered, so there is no agent to keep it for
     gateway, typed = serve.get_app_handle("default"), DecisionRequest.model_validate(ASKED)
     ways: list[Callable[[], float]] = [

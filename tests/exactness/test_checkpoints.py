@@ -13,6 +13,7 @@ import pytest
 from flide_engine import DecisionResponse, Engine, EngineConfig
 from flide_engine.cache import transfer
 from flide_engine.errors import CheckpointRefused
+from tests.engines import submit_together
 
 TOLERANCE = 5e-6
 """Largest difference of a probability of the embedded model, in float32."""
@@ -102,10 +103,7 @@ def test_requests_of_one_round_share_a_state(engine: Engine, plain: Engine) -> N
     """Eight callers ask about one state at the same time: it is computed about once."""
     state = "A thread. " + "".join(LINES[:30])
     questions = [{**NOUL, "instructions": f"Is case {i} mentioned?"} for i in range(8)]
-    hold = engine._loop.call
-    futures: list[Any] = []
-    # submitted from the loop's own thread, between two rounds, so that they wait together
-    hold(lambda: futures.extend(engine.submit(ask(state, q)) for q in questions))
+    futures = submit_together(engine, lambda: [engine.submit(ask(state, q)) for q in questions])
     alone = [plain.decide(ask(state, q)) for q in questions]
     for future, want in zip(futures, alone, strict=True):
         same(future.result(60), want)
@@ -133,10 +131,9 @@ def test_tenants_share_nothing(engine: Engine, plain: Engine) -> None:
     after = engine.counters()
     assert after.reused == before.reused
     assert after.computed - before.computed >= after.asked - before.asked
-    futures: list[Any] = []
     both = [(f"{state} again", t) for t in "cd"]
-    engine._loop.call(
-        lambda: futures.extend(engine.submit(ask(s, NOUL), tenant=t) for s, t in both)
+    futures = submit_together(
+        engine, lambda: [engine.submit(ask(s, NOUL), tenant=t) for s, t in both]
     )
     for future in futures:
         same(future.result(60), plain.decide(ask(f"{state} again", NOUL)))

@@ -1,6 +1,5 @@
 """Answers are the same from device, host memory and disk, and after a restart."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from flide_engine.config import EngineConfig
 from flide_engine.engine import Engine
 from flide_engine.errors import TooManyBranches, TooMuchPinned
 from tests.cache.late_copies import LateCopies
+from tests.engines import submit_together
 
 NOUL = {"type": "noul", "instructions": "Is it so?"}
 
@@ -105,16 +105,10 @@ def test_others_run_while_a_state_comes_back(
         only_on_the_host(engine)
         order.clear()
         requests = {"coming": ask(1, 45), "new": ask(2, 30)}
-        futures: list[Any] = []
-
-        def submit() -> None:
-            """Both, before a round is formed: one alone would wait for its state and run first."""
-            futures.extend(engine.submit(r, name=n) for n, r in requests.items())
-            while engine._loop.waiting < len(requests):
-                assert not any(future.done() for future in futures)
-                time.sleep(0.001)
-
-        engine._loop.call(submit)
+        # one alone would wait for its state and run first
+        futures = submit_together(
+            engine, lambda: [engine.submit(r, name=n) for n, r in requests.items()]
+        )
         for future, request in zip(futures, requests.values(), strict=True):
             answer = future.result(60).answers["q"]
             assert float(answer.noul) == pytest.approx(probability(plain, request), abs=1e-6)

@@ -27,7 +27,7 @@ def test_real_answers_are_counted(served: Served, tmp_path: Path, way: str) -> N
             "--seconds", "4", "--warmup", "1", "--clients", "2",
         ],
         cwd=ROOT, env=os.environ | {"RAY_AUTH_MODE": "token"},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     data = json.loads((tmp_path / "run.json").read_text())
@@ -43,7 +43,7 @@ def test_real_answers_are_counted(served: Served, tmp_path: Path, way: str) -> N
 
 def test_the_playground_is_served_by_the_app(served: Served) -> None:
     """Through Serve, at the root."""
-    answer = httpx.get(served.url + "/")
+    answer = httpx.get(served.url + "/", timeout=60)
     assert answer.status_code == 200
     assert "<title>Decision playground</title>" in answer.text
     assert answer.headers["content-type"].startswith("text/html")

@@ -1,7 +1,6 @@
 """Locust's web page over the workloads, started and stopped in a browser as its user does."""
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from loadtest.local import free_port
 from tests.loadtest.test_smoke import ROOT, Counting, serving
 from tests.router.browser import Tab, browser_path, tab
 
@@ -63,9 +63,7 @@ def test_a_run_is_started_watched_and_stopped_on_the_page(tmp_path: Path) -> Non
     """Its form has our options and not the key; requests are counted and none fails; the report is
     written at the end, of exactly what the server saw.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     report = tmp_path / "report"
     with serving(Willing()) as server, tab(tmp_path / "profile") as page:
         locust = subprocess.Popen(

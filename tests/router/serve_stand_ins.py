@@ -17,6 +17,7 @@ from ray.serve.request_router import PendingRequest
 from router import boards, request_router
 from router.policy import Load, Stats
 from router.request_router import StateRouter
+from tests.waiting import PATIENCE_S
 
 IDLE, BUSY = Load(0.0, 0.0, 3.0, 400.0), Load(5000.0, 5000.0, 3.0, 400.0)
 APP, DEPLOYMENT = "app", "Engine"
@@ -86,7 +87,7 @@ def with_router(
     boards._shared.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(request_router, "time", Clock())
-        asyncio.run(asyncio.wait_for(run(), 20))
+        asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
     boards._shared.clear()
 
 

@@ -112,7 +112,7 @@ def url(asked: Answering) -> Iterator[str]:
     port = server.servers[0].sockets[0].getsockname()[1]
     yield f"http://127.0.0.1:{port}"
     server.should_exit = True
-    thread.join(10)
+    thread.join(60)
 
 
 @pytest.fixture(scope="module")
@@ -321,5 +321,5 @@ def test_the_page_ships_with_the_package() -> None:
 
 def test_the_page_answers_over_a_real_connection(url: str) -> None:
     """Length and type as sent."""
-    answer = httpx.get(url + "/")
+    answer = httpx.get(url + "/", timeout=60)
     assert int(answer.headers["content-length"]) == len(answer.content)

@@ -1,13 +1,18 @@
 """Suspects take turns under a mark, and a mark blames only with a death; over a stand-in store."""
 
 import asyncio
+import json
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from router import suspects
-from router.suspects import REFUSED, STORE, Refused, Turns
+from router import crash, suspects
+from router.suspects import REFUSED, STORE, End, Refused, Turns
+from tests.waiting import PATIENCE_S
 
 
 class Cluster:
@@ -50,6 +55,9 @@ class Cluster:
     def get_actor_name(self) -> str:
         return "replica"
 
+    def get_node_id(self) -> str:
+        return "here"
+
     def get_actor(self, name: str, namespace: str) -> None:
         if name not in self.live:
             raise ValueError(name)
@@ -60,7 +68,13 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     made = Cluster()
     monkeypatch.setattr(suspects, "internal_kv", made)
     monkeypatch.setattr(suspects, "ray", made)
+    monkeypatch.setattr(crash, "ray", made)
     return made
+
+
+def running(cluster: Cluster) -> dict[str, str]:
+    """Who runs where."""
+    return {suspect: json.loads(mark)[0] for suspect, mark in cluster.marks.items()}
 
 
 def test_one_suspect_runs_at_a_time_and_is_marked_meanwhile(cluster: Cluster) -> None:
@@ -77,19 +91,19 @@ def test_one_suspect_runs_at_a_time_and_is_marked_meanwhile(cluster: Cluster) ->
         tasks = [asyncio.create_task(ask(name)) for name in "ab"]
         await runs["a"].wait()
         async with turns.of(""):
-            assert cluster.marks == {"a": b"replica"}
+            assert running(cluster) == {"a": "replica"}
         assert not runs["b"].is_set()
         gate.set()
         await tasks[0]
         gate.clear()
         await runs["b"].wait()
-        assert cluster.marks == {"b": b"replica"}
+        assert running(cluster) == {"b": "replica"}
         tasks[1].cancel()
         with pytest.raises(asyncio.CancelledError):
             await tasks[1]
         assert not cluster.marks
 
-    asyncio.run(asyncio.wait_for(run(), 10))
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
 
 def test_what_is_refused_is_known_to_all(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +126,7 @@ def test_who_leaves_while_it_is_marked_leaves_no_mark(
 
     def slow(*args: Any, **kw: Any) -> None:
         begun.set()
-        gate.wait(10)
+        gate.wait(PATIENCE_S)
         put(*args, **kw)
 
     monkeypatch.setattr(cluster, "_internal_kv_put", slow)
@@ -125,7 +139,7 @@ def test_who_leaves_while_it_is_marked_leaves_no_mark(
                 raise AssertionError("it has left")
 
         task = asyncio.create_task(ask())
-        await asyncio.to_thread(begun.wait, 10)
+        await asyncio.to_thread(begun.wait, PATIENCE_S)
         for _ in range(3):
             task.cancel()
             await asyncio.sleep(0.01)
@@ -137,19 +151,19 @@ def test_who_leaves_while_it_is_marked_leaves_no_mark(
         while cluster.marks:  # noqa: ASYNC110 - a moment later, beside what goes on
             await asyncio.sleep(0.01)
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
 
 def test_a_mark_blames_only_where_the_replica_is_dead(cluster: Cluster) -> None:
     """And once; one that lives on could only not be reached."""
-    assert not suspects.killed("x")
+    assert suspects.ended_under("x") is End.NONE
     suspects.begin("x")
-    assert not suspects.killed("x", within_s=0.0)
+    assert suspects.ended_under("x", within_s=0.0) is End.NONE
     assert not cluster.marks
     suspects.begin("x")
     cluster.live.clear()
-    assert suspects.killed("x")
-    assert not suspects.killed("x")
+    assert suspects.ended_under("x") is End.GONE
+    assert suspects.ended_under("x") is End.NONE
 
 
 def test_a_death_that_the_cluster_learns_late_counts(
@@ -165,5 +179,61 @@ def test_a_death_that_the_cluster_learns_late_counts(
             cluster.live.clear()
 
     monkeypatch.setattr("router.suspects.time.sleep", pause)
-    assert suspects.killed("x")
+    assert suspects.ended_under("x") is End.GONE
     assert len(pauses) == 3
+
+
+CHILD = """
+import os, signal, sys
+from router.crash import LastWords
+words = LastWords()
+print(words.path, flush=True)
+if sys.argv[1] == "close":
+    words.close()
+elif sys.argv[1] == "later":
+    words.close()
+    os.abort()
+else:
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "end"),
+    [
+        ("SIGSEGV", End.CRASHED), ("SIGABRT", End.CRASHED), ("SIGBUS", End.CRASHED),
+        ("SIGKILL", End.GONE), ("later", End.GONE), ("close", End.GONE),
+    ],
+)  # fmt: skip
+def test_a_fault_of_its_own_is_told_from_a_kill(
+    cluster: Cluster, how: str, end: End, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By what the process has left, which is read once and logged; one that ends when it listens no
+    more has left nothing.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, how], capture_output=True, text=True, check=False
+    )
+    path = Path(done.stdout.strip())
+    assert (done.returncode == 0) == (how == "close"), done.stderr
+    suspects.begin("x", str(path))
+    cluster.live.clear()
+    with caplog.at_level("ERROR", "ray.serve"):
+        assert suspects.ended_under("x") is end
+    assert ("Fatal Python error" in caplog.text) == (end is End.CRASHED)
+    assert not path.exists()
+
+
+def test_while_a_suspect_runs_the_process_is_listened_to(cluster: Cluster) -> None:
+    """And no longer: nothing is left of a suspect that did no harm."""
+    existed: list[bool] = []
+
+    async def run() -> Path:
+        async with Turns().of("a"):
+            path = Path(json.loads(cluster.marks["a"])[2])
+            existed.append(await asyncio.to_thread(path.exists))
+        return path
+
+    path = asyncio.run(run())
+    assert existed == [True]
+    assert not path.exists()
