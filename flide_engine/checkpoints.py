@@ -84,10 +84,15 @@ class Checkpoints:
             work.resume = None
             self._let_go()
 
-    def give_up_plan(self, work: RequestWork) -> None:
-        """Work that has not begun is planned again when its turn comes."""
-        self.release(work)
-        work.seen = -1
+    def give_up_plans(self, works: Sequence[RequestWork]) -> bool:
+        """Works that have not begun are planned again when their turn comes, so that they hold no
+        checkpoints. False if none held any.
+        """
+        holding = [work for work in works if work.resume is not None and not work.at]
+        for work in holding:
+            self.release(work)
+            work.seen = -1
+        return bool(holding)
 
     def await_arrival(self, work: RequestWork) -> None:
         """Has the next round, and with it every later one, wait for the checkpoint that work starts

@@ -38,7 +38,7 @@ from flide_engine.families.registry import load_family
 from flide_engine.graphs import executor_for
 from flide_engine.layout.tree import build_forest
 from flide_engine.limits import check_questions, check_tokens, seconds_allowed
-from flide_engine.loop import RoundLoop, fail
+from flide_engine.loop import RoundLoop
 from flide_engine.measuring import measured
 from flide_engine.memory import Card, plan_memory
 from flide_engine.models.registry import load_model
@@ -59,7 +59,7 @@ from flide_engine.states import States
 from flide_engine.threads import FairThreads
 from flide_engine.tiers import Tiers
 from flide_engine.wire import parse_request
-from flide_engine.work import RequestWork, Submission
+from flide_engine.work import RequestWork, Submission, fail
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +124,7 @@ class Engine(StateOperations):
             clock,
             self._hand_over,
             config.watchdog_seconds,
+            config.late_rounds and executor.runs_ahead,
         )
         log.info(
             "engine ready: model %s (%s), weights %s, %s on %s",

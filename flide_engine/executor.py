@@ -19,6 +19,10 @@ class Pending(Protocol):
 
     rows: int
 
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
     def wait(self) -> tuple[Floats, Floats | None]:
         """Blocks until it is done: (logits [K], hidden vectors [R, H] if any were asked for)."""
         ...
@@ -56,6 +60,10 @@ class Done:
 
     def __init__(self, rows: int, logits: Floats, hidden: Floats | None) -> None:
         self.rows, self._found = rows, (logits, hidden)
+
+    def is_done(self) -> bool:
+        """See Pending."""
+        return True
 
     def wait(self) -> tuple[Floats, Floats | None]:
         """See Pending."""

@@ -42,6 +42,10 @@ class Replay:
         self.rows, self._done, self._logits, self._hidden = rows, done, logits, hidden
         done.record()
 
+    def is_done(self) -> bool:
+        """See Pending."""
+        return bool(self._done.query())  # type: ignore[no-untyped-call]
+
     def wait(self) -> tuple[Floats, Floats | None]:
         """See Pending."""
         self._done.synchronize()

@@ -23,11 +23,12 @@ from flide_engine.errors import (
 )
 from flide_engine.layout.plan import Anchor
 from flide_engine.layout.stream import Job
-from flide_engine.readout import Asked, check_finite, is_finite
+from flide_engine.pacing import Pacing
+from flide_engine.readout import Asked
 from flide_engine.rounds import Piece, Place, Round, build_round
 from flide_engine.runner import Runner, Started
 from flide_engine.scheduler import Scheduler
-from flide_engine.work import RequestWork
+from flide_engine.work import RequestWork, fail
 
 log = logging.getLogger(__name__)
 
@@ -50,19 +51,21 @@ class RoundLoop:
         clock: Callable[[], float],
         done: Callable[[RequestWork], None],
         watchdog_s: float = 120.0,
+        late: bool = False,
     ) -> None:
         """done: called on the loop's thread with work that has all its values; must not block.
-        watchdog_s: seconds after which a round counts as stuck.
+        watchdog_s: seconds after which a round counts as stuck. late: whether a round that runs
+        keeps the next one from being put together until it is about to end.
         """
         self._runner, self._scheduler, self._checkpoints = runner, scheduler, checkpoints
         self._round_tokens, self._clock, self._done = round_tokens, clock, done
         self._changed = threading.Condition()
         self._closed = False
-        self._late: FlideError = NotReady("the engine is closed")  # for who comes then
+        self._told: FlideError = NotReady("the engine is closed")  # for who comes then
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._under_way: Round | None = None
         self._taken: list[RequestWork] = []  # of the rounds at hand
-        self._watchdog_s = watchdog_s
+        self._watchdog_s, self._late, self._pacing = watchdog_s, late, Pacing()
         self._busy_since: float | None = None
         self._counted_to = 0.0
         self._thread = threading.Thread(target=self._run, name="flide-engine", daemon=True)
@@ -100,16 +103,17 @@ class RoundLoop:
         """
         with self._changed:
             if self._closed:
-                raise self._late.with_traceback(None)
+                raise self._told.with_traceback(None)
             self._scheduler.add(work, self._clock(), batch)
-            self._changed.notify_all()
+            if self._under_way is None:  # else the thread does not wait for work
+                self._changed.notify_all()
 
     def call(self, function: Callable[[], Any]) -> Any:
         """What a function returns on the loop's thread between two rounds. Raises as `add` does."""
         future: Future[Any] = Future()
         with self._changed:
             if self._closed:
-                raise self._late.with_traceback(None)
+                raise self._told.with_traceback(None)
             self._calls.append((function, future))
             self._changed.notify_all()
         return future.result()
@@ -126,7 +130,7 @@ class RoundLoop:
         self._thread.join()
 
     def _run(self) -> None:
-        error = waits = self._late
+        error = waits = self._told
         try:
             self._serve()
         except BaseException as fault:
@@ -134,7 +138,7 @@ class RoundLoop:
             cause = f"{type(fault).__name__}: {fault}"
             error, waits = EngineStopped(cause), EngineStopped(cause, running=False)
         with self._changed:
-            self._closed, self._late = True, waits
+            self._closed, self._told = True, waits
             waiting, calls = self._scheduler.drain(), self._calls
         for works, told in ((self._taken, error), (waiting, waits)):
             for work in works:
@@ -146,7 +150,8 @@ class RoundLoop:
     def _serve(self) -> None:
         """Runs rounds until closed.
 
-        Where the executor runs ahead, a round is begun before the one before it is collected.
+        Where the executor runs ahead, a round is begun before the one before it is collected: just
+        before, so that it holds what has come since then.
         """
         while True:
             self._taken[:] = self._under_way.works if self._under_way else []
@@ -158,12 +163,31 @@ class RoundLoop:
                         break  # to see whether copies have been made
                 if self._closed and not self._under_way:
                     return
+            if self._late:
+                self._await_due()
             self._turn()  # on its own, as a thread that waits must hold no request
+
+    def _await_due(self) -> None:
+        """Waits until the next round is due; calls, the end, and a device that is done earlier than
+        predicted are not kept waiting.
+        """
+        with self._changed:
+            while True:
+                now, running = self._clock(), self._under_way
+                if running and running.ended is None and running.started.pending.is_done():
+                    running.ended = now
+                    self._pacing.ended(now)
+                full = self._scheduler.expected_tokens >= self._round_tokens
+                wait_s = self._pacing.wait_s(now, full)
+                if not wait_s or self._calls or self._closed:
+                    return
+                self._changed.wait(wait_s)
 
     def _turn(self) -> None:
         """One round, and what is to be done between two."""
         with self._changed:
-            works, gone = self._next_works()
+            now, form = self._clock(), self._scheduler.next_round
+            works, gone = ([], []) if self._closed else form(now, self._plan)
         self._taken += works
         for work in gone:
             self._end(work, DeadlineExceeded(work.timeout or 0.0))
@@ -183,12 +207,6 @@ class RoundLoop:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
-
-    def _next_works(self) -> tuple[list[RequestWork], list[RequestWork]]:
-        """The next round's work, and work whose caller has left; the lock is held."""
-        if self._closed:
-            return [], []
-        return self._scheduler.next_round(self._clock(), self._plan)
 
     def _plan(self, work: RequestWork) -> None:
         """Plans work; what goes wrong with one is its own."""
@@ -230,10 +248,8 @@ class RoundLoop:
             self._checkpoints.await_arrival(work)
         pieces = [Piece(work, i) for work in works for i in work.steps[work.at]]
         try:
-            jobs, places = build_round(pieces)
-            in_order = sorted(zip(pieces, places, strict=True), key=lambda pair: pair[1].first)
-            reads = [p.work.rendered.reads[i] for p, _ in in_order for i in p.work.reads(p.index)]
-            started = self._start_with_room(jobs, Asked.of(reads))
+            jobs, places, asked = build_round(pieces)
+            started = self._start_with_room(jobs, asked)
         except (PoolExhausted, RoundTooLarge) as error:
             return self._begin_fewer(works, error)
         except Exception as error:
@@ -256,6 +272,7 @@ class RoundLoop:
             if work.at == 0:
                 self._checkpoints.began(work)
         tokens = sum(job.forest.num_tokens for job in jobs)
+        self._pacing.launched(launched, self._scheduler.round_ms(tokens) / 1000)
         self._checkpoints.counters.computed += tokens
         self._checkpoints.counters.padding += started.pending.rows - tokens
         for piece, place in zip(pieces, places, strict=True):
@@ -305,10 +322,8 @@ class RoundLoop:
     def _gave_up_plans(self) -> bool:
         """Unlocks the checkpoints that waiting requests meant to resume from. False if none was."""
         with self._changed:
-            planned = [w for w in self._scheduler if w.resume is not None and not w.at]
-        for work in planned:
-            self._checkpoints.give_up_plan(work)
-        return bool(planned)
+            waiting = list(self._scheduler)
+        return self._checkpoints.give_up_plans(waiting)
 
     def _keep(self, piece: Piece, place: Place, started: Started) -> None:
         """Remembers a piece's checkpoints: no later round runs before this one has made them."""
@@ -332,28 +347,19 @@ class RoundLoop:
             return
         logits, hidden = under_way.started.pending.wait()
         now = self._clock()
+        ended = now if under_way.ended is None else under_way.ended
+        if under_way.ended is None:
+            self._pacing.ended(now)
         counters = self._checkpoints.counters
         counters.rounds += 1
         # rounds overlap where they run ahead: time is counted once
-        counters.busy_seconds += now - max(under_way.began, self._counted_to)
-        self._counted_to = now
+        counters.busy_seconds += ended - max(under_way.began, self._counted_to)
+        self._counted_to = ended
         with self._changed:  # before its answers: they bear the load that is left
-            self._scheduler.observe(under_way.tokens, now - under_way.began, now)
+            self._scheduler.observe(under_way.tokens, ended - under_way.began, ended)
         for work in under_way.works:
             work.passed("device", now)
-        faults: dict[RequestWork, EngineError] = {}
-        every, finite = under_way.started.asked.values(logits, hidden), is_finite(logits, hidden)
-        for piece, place in zip(under_way.pieces, under_way.places, strict=True):
-            work = piece.work
-            indices = work.reads(piece.index)
-            values = every[place.first : place.first + len(indices)]
-            try:
-                if not finite:
-                    check_finite([work.rendered.reads[i] for i in indices], values)
-            except EngineError as error:
-                # who keeps the error must not keep its frames, and with them the round's requests
-                faults.setdefault(work, error.with_traceback(None))
-            work.values.update(zip(indices, values, strict=True))
+        faults = under_way.hand_out(logits, hidden)
         for work in under_way.works:
             self._advance(work, faults.get(work))
 
@@ -392,9 +398,3 @@ class RoundLoop:
     def _drop(self, anchors: list[Anchor]) -> None:
         for anchor in anchors:
             self._runner.drop(anchor)
-
-
-def fail(future: "Future[Any]", error: BaseException) -> None:
-    """Hands an error to whoever still waits; one who has left is not told."""
-    if future.set_running_or_notify_cancel():
-        future.set_exception(error)

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flide_engine.config import GRAIN
+from flide_engine.errors import EngineError
 from flide_engine.layout.plan import Mark
 from flide_engine.layout.stream import Job
 from flide_engine.layout.tree import Forest, build_forest
+from flide_engine.readout import Asked, Floats, check_finite, is_finite
 from flide_engine.runner import Started
 from flide_engine.work import RequestWork
 
@@ -36,9 +38,12 @@ class Place:
     marks: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Round:
-    """Work whose round is under way, and where its results will be."""
+    """Work whose round is under way, and where its results will be.
+
+    ended: when it was seen to be over, if that was before it was collected.
+    """
 
     works: list[RequestWork]
     pieces: list[Piece]
@@ -46,10 +51,28 @@ class Round:
     started: Started
     tokens: int
     began: float
+    ended: float | None = None
+
+    def hand_out(self, logits: Floats, hidden: Floats | None) -> dict[RequestWork, EngineError]:
+        """Gives each work its values; the faults of those that have some which are not finite."""
+        faults: dict[RequestWork, EngineError] = {}
+        every, finite = self.started.asked.values(logits, hidden), is_finite(logits, hidden)
+        for piece, place in zip(self.pieces, self.places, strict=True):
+            work = piece.work
+            indices = work.reads(piece.index)
+            values = every[place.first : place.first + len(indices)]
+            try:
+                if not finite:
+                    check_finite([work.rendered.reads[i] for i in indices], values)
+            except EngineError as error:
+                # who keeps the error must not keep its frames, and with them the round's requests
+                faults.setdefault(work, error.with_traceback(None))
+            work.values.update(zip(indices, values, strict=True))
+        return faults
 
 
-def build_round(pieces: Sequence[Piece]) -> tuple[list[Job], list[Place]]:
-    """The jobs of a round, and each piece's place."""
+def build_round(pieces: Sequence[Piece]) -> tuple[list[Job], list[Place], Asked]:
+    """The jobs of a round, each piece's place, and what is read of all."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, piece in enumerate(pieces):
         groups.setdefault(_group(i, piece), []).append(i)
@@ -60,7 +83,9 @@ def build_round(pieces: Sequence[Piece]) -> tuple[list[Job], list[Place]]:
         job, made, first = _job(len(jobs), [pieces[i] for i in members], first)
         jobs.append(job)
         places.update(zip(members, made, strict=True))
-    return jobs, [places[i] for i in range(len(pieces))]
+    in_order = (pieces[i] for i in sorted(places, key=lambda i: places[i].first))
+    reads = [p.work.rendered.reads[i] for p in in_order for i in p.work.reads(p.index)]
+    return jobs, [places[i] for i in range(len(pieces))], Asked.of(reads)
 
 
 def _group(i: int, piece: Piece) -> tuple[object, ...]:

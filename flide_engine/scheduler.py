@@ -50,8 +50,7 @@ class Scheduler(Generic[W]):
         of a round at a time. weights: shares of tenants, 1 unless named. Raises ConfigError for a
         bad table.
         """
-        self._round_tokens = round_tokens
-        self._bucket_of, self._batch_age = bucket_of, batch_age_s
+        self._round_tokens, self._bucket_of, self._batch_age = round_tokens, bucket_of, batch_age_s
         self._interactive: FairQueue[W] = FairQueue(weights or {})
         self._batch: FairQueue[W] = FairQueue(weights or {})
         self._longs: FairQueue[W] = FairQueue(weights or {})  # wait until no long one has begun
@@ -63,8 +62,7 @@ class Scheduler(Generic[W]):
         self._deadlines: list[tuple[float, int, Entry[W]]] = []
         self._sweep: deque[Entry[W]] = deque()
         self._ages: deque[Entry[W]] = deque()  # batch work, oldest first
-        self._ticks, self._firsts = itertools.count(), itertools.count(-1, -1)
-        self._now = 0.0
+        self._ticks, self._firsts, self._now = itertools.count(), itertools.count(-1, -1), 0.0
 
     def __len__(self) -> int:
         return sum(map(len, self._queues))
@@ -76,6 +74,11 @@ class Scheduler(Generic[W]):
     def queued_tokens(self) -> int:
         """New tokens of everything that waits; an upper bound of those not planned yet."""
         return sum(queue.backlog.tokens for queue in self._queues)
+
+    @property
+    def expected_tokens(self) -> float:
+        """New tokens of everything that waits, as far as they can be told before it is planned."""
+        return self._forecast.expected(*(queue.backlog for queue in self._queues))
 
     def add(self, work: W, now: float | None = None, batch: bool = False) -> None:
         """Queues new work. Raises Overloaded if too much waits, or if it would wait too long.
@@ -130,21 +133,18 @@ class Scheduler(Generic[W]):
             ran = entry.ran + (0 if front else entry.running)
             if front:
                 queue.charge(work.tenant, -entry.running)
-            tokens = work.waiting_tokens
-            self._enter(replace(entry, tokens=tokens, running=0, ran=ran), queue, front)
+            again = replace(entry, tokens=work.waiting_tokens, running=0, ran=ran)
+            self._enter(again, queue, front)
 
     def take_begun(self, now: float) -> W | None:
         """The long request that holds checkpoints, out of the queue as if its turn had come; None
         if it does not wait.
         """
-        for queue in self._queues:
-            for entry in queue:
-                if entry.work is self._begun:
-                    queue.remove(entry)
-                    self._take(
-                        entry, queue, Packing[W](self._round_tokens, now, now, lambda _: None)
-                    )
-                    return entry.work
+        for queue, entry in ((q, entry) for q in self._queues for entry in q):
+            if entry.work is self._begun:
+                queue.remove(entry)
+                self._take(entry, queue, Packing[W](0, now, now, lambda _: None))
+                return entry.work
         return None
 
     def finished(self, work: W) -> None:
@@ -155,9 +155,8 @@ class Scheduler(Generic[W]):
             entry = self._no_longer_out(work)
             self._forecast.finished(entry.ran + entry.running)
         if not len(self):  # all that is left in these is dead, and holds its request in memory
-            self._deadlines.clear()
-            self._sweep.clear()
-            self._ages.clear()
+            for dead in (self._deadlines, self._sweep, self._ages):
+                dead.clear()
 
     def observe(self, tokens: int, seconds: float, now: float | None = None) -> None:
         """A round of `tokens` is over, `seconds` after it was begun, at `now`.
@@ -165,6 +164,10 @@ class Scheduler(Generic[W]):
         With `now`, the time in which it waited for the round before it does not count.
         """
         self._forecast.observe(tokens, self._padded(tokens), seconds, now)
+
+    def round_ms(self, tokens: int) -> float:
+        """Predicted milliseconds of a round of so many tokens; 0 until known."""
+        return self._forecast.costs.ms(self._padded(tokens))
 
     def drain(self) -> list[W]:
         """Everything that waits, out of the queue, in order of arrival."""
@@ -188,13 +191,12 @@ class Scheduler(Generic[W]):
         """What routing and autoscaling want to know."""
         self._tell(now)
         told = self._forecast
-        queued = told.expected(*(queue.backlog for queue in self._queues))
         return Load(
             wait_ms=self._door.wait_ms(now),
             mean_wait_ms=told.mean_wait_ms,
             step_ms=told.step_ms,
             tokens_per_ms=told.costs.tokens_per_ms,
-            queued_tokens=round(queued),
+            queued_tokens=round(self.expected_tokens),
             refused_tokens=round(told.refused_tokens),
         )
 

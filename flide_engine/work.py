@@ -242,3 +242,9 @@ def _steps(replays: list[Replay], limit: int) -> list[tuple[int, ...]]:
             steps.append([i])
             room = limit - replay.tokens
     return [tuple(step) for step in steps]
+
+
+def fail(future: "Future[Any]", error: BaseException) -> None:
+    """Hands an error to whoever still waits; one who has left is not told."""
+    if future.set_running_or_notify_cancel():
+        future.set_exception(error)

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"api", "config", "errors"},
-    {"layout", "kernels", "families", "costs", "counters", "fairness", "threads", "wire"},
+    {"layout", "kernels", "families", "costs", "counters", "fairness", "pacing", "threads", "wire"},
     {"cache", "models", "admission", "limits", "packing"},
     {"scheduler", "readout", "resolve", "memory", "tiers", "work"},
     {"device_plan", "executor", "checkpoints"},

@@ -63,6 +63,10 @@ class Launched:
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._done.record()
 
+    def is_done(self) -> bool:
+        """See Pending."""
+        return bool(self._done.query())
+
     def wait(self) -> tuple[NDArray[np.float32], None]:
         """See Pending."""
         self._done.synchronize()
