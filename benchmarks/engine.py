@@ -3,7 +3,7 @@
 Each engine is a process of its own (`benchmarks.engines`); they take turns, workload by workload,
 several times over, so that all see the same card at the same time of day. The same random weights
 for all, random token ids. `--ablations` adds our engine without one of its parts at a time,
-`--early-rounds` ours with `late_rounds` off (mode `early`). Writes benchmarks/results/engine.json;
+`--late-rounds` ours with `late_rounds` on (mode `late`). Writes benchmarks/results/engine.json;
 `python -m benchmarks.tables` draws it.
 """
 
@@ -160,7 +160,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=4)
     parser.add_argument("--pool-gib", type=float, default=24)
     parser.add_argument("--round-tokens", type=int, default=8192, help="of ours, at most")
-    parser.add_argument("--early-rounds", action="store_true", help="ours without late rounds, too")
+    parser.add_argument("--late-rounds", action="store_true", help="ours with late rounds, too")
     parser.add_argument(
         "--merged", type=int, nargs="*", default=[], metavar="ROWS",
         help="ours with the delta net in one launch from so many rows on",
@@ -181,9 +181,9 @@ def main() -> None:
     ours = {"weights": weights, "pool_gib": args.pool_gib, "config": config}
     workers = [Worker("floor", args.shape, [])]
     workers += [Worker("ours", args.shape, [], mode, **ours) for mode in args.modes]
-    if args.early_rounds:
-        early = {**ours, "config": {**config, "late_rounds": False}}
-        workers.append(Worker("ours", args.shape, [], "early", **early))
+    if args.late_rounds:
+        late = {**ours, "config": {**config, "late_rounds": True}}
+        workers.append(Worker("ours", args.shape, [], "late", **late))
     for rows in args.merged:
         workers.append(Worker("ours", args.shape, [], **ours, merged=rows))
         workers[-1].mode = f"merged from {rows}"

@@ -47,10 +47,10 @@ class EngineConfig(BaseModel):
         description="Longest flat stream of one round; longer work takes several.",
     )
     late_rounds: bool = Field(
-        True,
+        False,
         description="Whether a round is put together only when the one that runs is about to end,"
         " so that what comes meanwhile joins it; off: as soon as that one has begun. Of use on a"
-        " GPU, where rounds run ahead.",
+        " GPU, where rounds run ahead; not measured on one yet.",
     )
     max_request_tokens: int = Field(65536, gt=0, description="Most new tokens of one request.")
     max_prompt_tokens: int = Field(

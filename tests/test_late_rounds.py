@@ -169,7 +169,7 @@ def beside(function: Callable[[], Any]) -> "Future[Any]":
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """One that has learned; at the end it holds nothing."""
-    made = Bench(monkeypatch)
+    made = Bench(monkeypatch, late_rounds=True)
     made.learn()
     yield made
     made.clock.set(1e6)  # so that nothing is left that waits for time to pass
