@@ -97,4 +97,4 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Served]":
             patch.setenv("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
             log = tmp_path_factory.mktemp("served") / "log"
             found = stack.enter_context(serving(log))
-        yield Served(*found, log)
+        yield Served(found.url, found.address, log)
