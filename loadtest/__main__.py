@@ -133,7 +133,8 @@ def run(args: argparse.Namespace) -> None:
         host, cluster = args.host, args.cluster
         if not (host or (args.workers and cluster)):
             print("starting a server on this machine ...", file=sys.stderr, flush=True)
-            host, cluster = stack.enter_context(serving(args.out / "server.log"))
+            server = stack.enter_context(serving(args.out / "server.log"))
+            host, cluster = server.url, server.address
         check = _check(args, cluster) if args.check else None
         if args.workers:
             levels, replicas, about = by_handle(plan, args, cluster)

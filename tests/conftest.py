@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from flide_engine import Engine
     from tests.deployments.conftest import Served
 
-# How long an example takes is the machine's affair.
-settings.register_profile("untimed", deadline=None)
+# How long an example takes is the machine's affair, and so is how long it takes to draw.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 # Tensors here are tiny: one thread is fastest; threads that spin on busy cores are very slow.
@@ -97,4 +97,4 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Served]":
             patch.setenv("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
             log = tmp_path_factory.mktemp("served") / "log"
             found = stack.enter_context(serving(log))
-        yield Served(*found, log)
+        yield Served(found.url, found.address, log)

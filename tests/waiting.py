@@ -12,10 +12,14 @@ def until(
 ) -> None:
     """Returns once a condition holds; looks are counted, so that a stall of this thread costs none.
 
-    Raises AssertionError, with `what`, after some `PATIENCE_S` in vain.
+    Raises AssertionError, with `what`, after some `PATIENCE_S` in vain; where looks take long
+    themselves, after five times that.
     """
+    began = time.monotonic()
     for _ in range(int(PATIENCE_S / pause_s)):
         if condition():
             return
+        if time.monotonic() - began > 5 * PATIENCE_S:
+            break
         time.sleep(pause_s)
     raise AssertionError(what)

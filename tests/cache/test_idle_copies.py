@@ -2,7 +2,6 @@
 closed.
 """
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from flide_engine import Engine, EngineConfig
 from tests.cache.late_copies import LateCopies
+from tests.waiting import until
 
 REQUEST = {
     "state": " ".join(f"it says {i}" for i in range(50)),
@@ -40,11 +40,8 @@ def test_an_idle_engine_writes_what_is_still_being_copied(
     engine = Engine(config)
     try:
         engine.decide(REQUEST)
-        for _ in range(1000):
-            if len(list(tmp_path.rglob("*.checkpoint"))) == checkpoints(engine):
-                break
-            time.sleep(0.01)
-        assert len(list(tmp_path.rglob("*.checkpoint"))) == checkpoints(engine) > 0
+        assert checkpoints(engine) > 0
+        until(lambda: len(list(tmp_path.rglob("*.checkpoint"))) == checkpoints(engine))
     finally:
         engine.close()
 

@@ -13,6 +13,7 @@ from flide_engine import Engine, EngineConfig
 from flide_engine.cache import disk_file
 from flide_engine.states import States
 from tests.cache.machine import Machine
+from tests.waiting import PATIENCE_S
 
 TEXTS = [np.arange(i, i + 256, dtype=np.int32) for i in range(4)]
 
@@ -26,7 +27,7 @@ class HeldWriter:
 
         def held(number: int) -> None:
             self.begun.set()
-            assert self.go.wait(60)
+            assert self.go.wait(2 * PATIENCE_S)
             fsync(number)
 
         monkeypatch.setattr(disk_file.os, "fsync", held)
@@ -37,7 +38,7 @@ def at_once(function: Callable[[], Any]) -> Any:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(function()), daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(PATIENCE_S)
     assert found, "it waits"
     return found[0]
 
@@ -64,7 +65,7 @@ def test_forgetting_a_state_waits_for_no_write(
         machine.run(machine.ask(text, f"run {i}"))
     machine.checkpoints.copy_some(1 << 20)
     machine.tiers.settle(copies=True)
-    assert writer.begun.wait(20)
+    assert writer.begun.wait(PATIENCE_S)
     assert at_once(lambda: states.forget("t", f"run {which}")) >= 1
     assert not states.describe("t", f"run {which}")
     writer.go.set()
@@ -87,7 +88,7 @@ def test_a_branch_and_a_pin_reach_a_file_that_is_being_written(
     machine.run(machine.ask(TEXTS[0], "run"))
     machine.checkpoints.copy_some(1 << 20)
     machine.tiers.settle(copies=True)
-    assert writer.begun.wait(20)
+    assert writer.begun.wait(PATIENCE_S)
     assert at_once(lambda: states.branch("t", "run", "twin", 1 << 30, "00ff")) == 256
     assert at_once(lambda: states.pin("t", "run", True)) == 2  # device and host so far
     at_once(lambda: states.forget("t", "run"))

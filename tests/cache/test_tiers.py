@@ -18,6 +18,7 @@ from flide_engine.errors import ConfigError
 from flide_engine.layout.plan import Ints
 from flide_engine.layout.state_shape import StateShape
 from tests.cache.machine import Machine
+from tests.waiting import PATIENCE_S
 
 SHAPE = StateShape(2, 1, 8, 3, 2, 16, 16, 20, 3)
 CPU = torch.device("cpu")
@@ -237,7 +238,7 @@ def test_a_look_for_files_waits_for_nobody_and_goes_no_further_than_it_must(tmp_
     )
     with disk._lock:
         look.start()
-        look.join(20)
+        look.join(PATIENCE_S)
         assert found == [256, 256, 0]
 
 

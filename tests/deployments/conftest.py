@@ -1,15 +1,12 @@
 """Servers as users start them: `python -m deployments.local`, each in a cluster of its own."""
 
 import os
-import re
-import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,11 +14,9 @@ import ray
 from ray._raylet import Config
 from ray.serve.context import _get_global_client, _set_global_client
 
-from loadtest.local import free_port
-from tests.waiting import PATIENCE_S
+from loadtest import local
 
 ROOT = Path(__file__).parents[2]
-START_WITHIN_S = 240
 
 
 @dataclass(frozen=True)
@@ -43,34 +38,23 @@ class Started(Served):
 @contextmanager
 def serving(log: Path, *args: str) -> Iterator[Started]:
     """A server with these arguments, interrupted at the end as Ctrl-C would."""
-    port = free_port()
     # a wrong address must not matter: the server starts a cluster of its own
-    env = os.environ | {"RAY_ADDRESS": "127.0.0.1:1", "PYTHONUNBUFFERED": "1"}
+    env = os.environ | {"RAY_ADDRESS": "127.0.0.1:1"}
     env.pop("OMP_NUM_THREADS", None)
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "deployments.local", f"port={port}", *args],
-            cwd=ROOT,
-            env=env,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-    try:
-        for _ in range(10 * START_WITHIN_S):
-            if process.poll() is not None or "serving at" in log.read_text():
-                break
-            time.sleep(0.1)
-        text = log.read_text()
-        assert "serving at" in text, text
-        found = re.search(r"cluster: ([\w.:]+)", text)
-        assert found, text
-        yield Started(f"http://127.0.0.1:{port}", found[1], log, process)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGINT)
-        process.wait(PATIENCE_S)
+    with local.serving(log, *args, env=env) as server:
+        yield Started(server.url, server.address, log, server.process)
+
+
+def start_ray(**options: Any) -> None:
+    """Starts a cluster of this process, again if the machine is too busy for Ray's own patience."""
+    for again in (True, True, False):
+        try:
+            ray.init(address="local", include_dashboard=False, log_to_driver=False, **options)
+            return
+        except Exception as error:
+            ray.shutdown()
+            if not again or local.RAY_WAS_SLOW not in str(error):
+                raise
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from flide_engine.errors import RequestQuarantined
 from flide_engine.resolve import locate
 from loadtest.local import free_port
 from router import asking
+from tests.deployments.conftest import start_ray
 from tests.deployments.mortal import KILLS, Mortal
 from tests.waiting import until
 
@@ -187,7 +188,7 @@ def fleet() -> Iterator[Fleet]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
         patch.setattr(deployments.app, "EngineReplica", Mortal)
-        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+        start_ray(num_cpus=4)
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
             yield Fleet(port, num_replicas=3, handover="always")

@@ -27,6 +27,7 @@ from flide_engine.work import RequestWork
 from router.http_errors import STATUS
 from router.openapi import document
 from tests.local_app import LocalApp, local_app
+from tests.waiting import until
 
 EXAMPLES = 25
 """Requests an operation and kind of generation."""
@@ -67,8 +68,9 @@ def app() -> Iterator[LocalApp]:
         made.engine.drop_checkpoints()
         held = made.engine.accounting()
         assert held.page_bytes_held == held.slot_bytes_held == 0
-        left = {id(o) for o in asked_for()} - {id(o) for o in before}
-        assert not left, f"{len(left)} requests are still in memory"
+        known = {id(o) for o in before}
+        # a thread may be about to let go of the last one
+        until(lambda: {id(o) for o in asked_for()} <= known, "requests are still in memory", 0.1)
 
 
 OPERATIONS = [

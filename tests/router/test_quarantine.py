@@ -51,7 +51,7 @@ def settled() -> None:
     """Once nobody looks any more."""
     for thread in threading.enumerate():
         if thread.name == "flide-quarantine":
-            thread.join(10)
+            thread.join(60)
 
 
 def test_processes_hear_of_each_other() -> None:
