@@ -68,8 +68,9 @@ class Quarantine:
     def put(self, request: DecisionRequest | dict[str, Any]) -> RequestQuarantined:
         """Refuses a request from now on; the error for whoever asked. Blocks if others are told."""
         digest, until = _digest(request), self._clock() + SECONDS
-        self._remember(digest, until)
-        if self._store is not None:
+        if digest:
+            self._remember(digest, until)
+        if digest and self._store is not None:
             try:
                 self._store.put(digest, until)
             except Exception:
@@ -97,12 +98,14 @@ class Quarantine:
 
 
 def _digest(request: DecisionRequest | dict[str, Any]) -> bytes:
-    """Of state and questions, the same for the typed and the plain form."""
-    if not isinstance(request, DecisionRequest):
-        try:
+    """Of state and questions, the same for the typed and the plain form; b"" for what the engine
+    refuses before it can do harm: what is malformed, no JSON, or nested too deeply.
+    """
+    try:
+        if not isinstance(request, DecisionRequest):
             request = DecisionRequest.model_validate(request)
-        except (ValueError, RecursionError):
-            return b""  # the engine refuses it before it can do harm
-    asked = request.model_dump(include={"state", "questions"})
-    text = json.dumps(asked, sort_keys=True, ensure_ascii=False)
+        asked = request.model_dump(include={"state", "questions"})
+        text = json.dumps(asked, sort_keys=True, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return b""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -1,6 +1,7 @@
 """A request that costs replicas is refused, alone and for a while."""
 
 import threading
+from functools import reduce
 
 import pytest
 
@@ -25,6 +26,23 @@ def test_the_same_question_is_refused_in_either_form_until_its_time_is_over() ->
     held.check({"state": 7})
     now = SECONDS
     held.check(BAD)
+
+
+def test_what_no_digest_can_be_made_of_is_none_of_its_business() -> None:
+    """The engine refuses it; and were it put there, it would stand for all of its kind."""
+    deep = reduce(lambda inner, _: [inner], range(2000), list[object]())
+    requests = [
+        DecisionRequest.model_construct(state=state, questions={}) for state in (deep, {"k": {1}})
+    ]
+    store = Shared()
+    held = Quarantine(store=store)
+    held.put(BAD)
+    for request in requests:
+        held.check(request)
+        held.put(request)
+        held.check({"state": 7})
+    assert len(held) == len(store.told) == 1
+    settled()
 
 
 class Shared:
