@@ -56,6 +56,11 @@ class Quarantine:
         if self._store is not None and self._clock() - self._read_at >= READ_EVERY_S:
             self._read_at = self._clock()
             threading.Thread(target=self._read, name="flide-quarantine", daemon=True).start()
+        if not self._until:
+            return
+        with self._lock:
+            self._drop(MOST)
+        # a digest takes 1.5 ms for 147 kB, so nobody pays for what is over
         if self._until and self._until.get(_digest(request), 0.0) > self._clock():
             raise RequestQuarantined(DEATHS, SECONDS)
 
@@ -90,11 +95,15 @@ class Quarantine:
 
     def _remember(self, digest: bytes, until: float) -> None:
         with self._lock:
-            now, kept = self._clock(), self._until
-            while kept and (len(kept) >= MOST or next(iter(kept.values())) <= now):
-                kept.popitem(last=False)
-            kept.pop(digest, None)
-            kept[digest] = until
+            self._drop(MOST - 1)
+            self._until.pop(digest, None)
+            self._until[digest] = until
+
+    def _drop(self, most: int) -> None:
+        """Drops what is over, and the oldest beyond so many."""
+        now, kept = self._clock(), self._until
+        while kept and (len(kept) > most or next(iter(kept.values())) <= now):
+            kept.popitem(last=False)
 
 
 def _digest(request: DecisionRequest | dict[str, Any]) -> bytes:

@@ -2,6 +2,7 @@
 
 import threading
 from functools import reduce
+from typing import Any
 
 import pytest
 
@@ -127,3 +128,24 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     now = SECONDS + 1
     held.put(BAD)
     assert len(held) == 1
+
+
+def test_once_all_is_over_a_request_costs_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not anything else is ever refused."""
+    now, made = 0.0, 0
+
+    def counted(request: DecisionRequest | dict[str, Any]) -> bytes:
+        nonlocal made
+        made += 1
+        return digest(request)
+
+    digest = quarantine._digest
+    monkeypatch.setattr(quarantine, "_digest", counted)
+    held = Quarantine(clock=lambda: now)
+    held.put(BAD)
+    held.check({**BAD, "state": "t"})
+    assert made == 2
+    now = SECONDS
+    held.check({**BAD, "state": "t"})
+    held.check(BAD)
+    assert (made, len(held)) == (2, 0)
