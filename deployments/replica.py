@@ -137,7 +137,7 @@ class EngineReplica:
             log.error("not answered: %s", str(error))
             told = EngineStopped(error.cause, error.running, self._id)
         except FlideError as error:
-            log.info("not answered: %s: %s", type(error).__name__, str(error))
+            log.info("not answered: %s: %s", type(error).__name__, error.for_logs)
             told = error.with_traceback(None)
         return told, self._id, tuple(self._load())
 

@@ -16,6 +16,11 @@ Entry = str | dict[str, Any] | list[Any] | None
 MAX_OPTIONS = 255
 MAX_LEVELS = 10
 
+MAX_LEVEL_DEPTH = 64
+"""Objects and arrays within each other in a level, which its answer repeats: pydantic reads JSON
+of at most 200, and writes little more.
+"""
+
 
 class _Wire(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -72,7 +77,29 @@ class Score(_Wire):
             raise ValueError(
                 f"{len(self.criteria)} levels; 2 to {MAX_LEVELS} levels per score are supported"
             )
+        for level, entry in enumerate(self.criteria):
+            if _is_deeper(entry, MAX_LEVEL_DEPTH):
+                raise ValueError(
+                    f"level {level} is nested too deeply; {MAX_LEVEL_DEPTH} objects or arrays"
+                    " within each other are supported"
+                )
         return self
+
+
+def _is_deeper(entry: Entry, most: int) -> bool:
+    """Whether more objects and arrays than that are within each other."""
+    layer: list[Any] = [entry]
+    for _ in range(most + 1):
+        # by identity: what is there twice in memory would double the layer each time
+        nested = {id(part): part for part in layer if isinstance(part, (dict, list))}
+        if not nested:
+            return False
+        layer = [
+            inner
+            for part in nested.values()
+            for inner in (part.values() if isinstance(part, dict) else part)
+        ]
+    return True
 
 
 Question = Annotated[Noul | Choice | Score, Field(discriminator="type")]

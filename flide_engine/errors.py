@@ -47,6 +47,11 @@ class FlideError(Exception):
 
     error_type = "internal_error"
 
+    @property
+    def for_logs(self) -> str:
+        """What is wrong, without what was asked: that is not for logs to tell."""
+        return str(self)
+
 
 class RequestError(FlideError):
     """The request itself is at fault."""
@@ -73,8 +78,8 @@ class InvalidRequest(RequestError):
         self.faults = faults
 
     @property
-    def kinds(self) -> str:
-        """How many faults of which kind, for logs: what was asked is not theirs to tell."""
+    def for_logs(self) -> str:
+        """How many faults of which kind."""
         counts = Counter(fault.type for fault in self.faults)
         return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
@@ -117,6 +122,11 @@ class UnsupportedEncoding(RequestError):
     def __str__(self) -> str:
         return f"cannot decode {self.value!r}; supported: {self.supported}"
 
+    @property
+    def for_logs(self) -> str:
+        """What is supported."""
+        return f"supported: {self.supported}"
+
 
 class UnknownModel(RequestError):
     """The request names a model that is not served here."""
@@ -126,7 +136,12 @@ class UnknownModel(RequestError):
         self.model, self.served = model, served
 
     def __str__(self) -> str:
-        return f"unknown model {_cut(self.model)!r}; served here: {', '.join(self.served)}"
+        return f"unknown model {_cut(self.model)!r}; {self.for_logs}"
+
+    @property
+    def for_logs(self) -> str:
+        """What is served."""
+        return f"served here: {', '.join(self.served)}"
 
 
 class UnknownState(RequestError):
@@ -284,6 +299,11 @@ class NonFiniteOutput(EngineError):
 
     def __str__(self) -> str:
         return f"the model's output for {self.question} is not finite"
+
+    @property
+    def for_logs(self) -> str:
+        """Without the question's id."""
+        return "the model's output is not finite"
 
 
 class RoundFailed(EngineError):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from flide_engine.cache.disk_file import Loaded
 from flide_engine.cache.index import Checkpoint
 from flide_engine.config import GRAIN
-from flide_engine.errors import EngineError
+from flide_engine.errors import EngineError, FlideError
 from flide_engine.families.base import Rendered
 from flide_engine.layout.buckets import Replay, cut_replays, halved
 from flide_engine.layout.plan import Anchor
@@ -97,9 +97,11 @@ class RequestWork:
 
     def log(self, say: Callable[..., None], message: str, *args: object) -> None:
         """Logs in the caller's context, so that a filter can name the request. say: a method of a
-        logger.
+        logger. Of an error only what is for logs: it may repeat what was asked, and would keep its
+        traceback for as long as a handler keeps the record.
         """
-        self.context.run(say, message, *args)
+        told = [a.for_logs if isinstance(a, FlideError) else a for a in args]
+        self.context.run(say, message, *told)
 
     @classmethod
     def of(cls, asked: Submission, rendered: Rendered, keys: list[bytes]) -> "RequestWork":

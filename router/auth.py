@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from flide_engine.errors import AuthenticationFailed, ConfigError
+from flide_engine.errors import AuthenticationFailed, ConfigError, NotReady
 
 log = logging.getLogger("ray.serve")
 
@@ -67,7 +67,7 @@ class Keys:
         """hashes: of keys that stand for a tenant without a name or quotas each. needed: whether
         there are more to be read, without which nobody may be let in.
         """
-        self._needed = needed
+        self._needed, self._read = needed, not needed
         self._plain = {digest: Tenant(digest) for digest in hashes}
         self._known = dict(self._plain)
         self._source = ""
@@ -86,7 +86,7 @@ class Keys:
         found = self._plain | (read_tenants(source) if source else {})
         if not found and (self._needed or self._known):
             raise ConfigError("api_keys is empty, which would let everybody in")
-        self._known, self._source = found, source
+        self._known, self._source, self._read = found, source, True
 
     def reload(self, source: str | None = None) -> None:
         """Reads tenants anew, from another source if one is named.
@@ -106,8 +106,11 @@ class Keys:
         """The tenant of an `Authorization: Bearer <key>` header.
 
         Tenants share no checkpoint, so that how fast one is answered tells nothing of another.
-        Raises AuthenticationFailed if the key's hash is not known.
+        Raises AuthenticationFailed if the key's hash is not known, and NotReady before keys that
+        are needed have been read: Serve may route to a process that has yet to read them.
         """
+        if not self._read:
+            raise NotReady("the API keys are not read yet")
         known = self._known
         if not known:
             return Tenant()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
-from flide_engine.errors import FlideError, InvalidRequest, RequestError
+from flide_engine.errors import FlideError, RequestError
 from router.body import ClientLeft
 from router.tracing import record_stages
 
@@ -68,9 +68,9 @@ class Trip:
         self.outcome = ANSWERED if error is None else outcome_of(error)
         if error is not None:
             level = logging.INFO if isinstance(error, RequestError) else logging.WARNING
-            # what is wrong with a request may repeat what it asks; an error itself would keep its
-            # traceback, and the request with it, for as long as a handler keeps the record
-            told = error.kinds if isinstance(error, InvalidRequest) else str(error)
+            # an error itself would keep its traceback, and the request with it, for as long as a
+            # handler keeps the record
+            told = error.for_logs if isinstance(error, FlideError) else str(error)
             log.log(level, "not answered: %s: %s", self.outcome, told)
 
 

@@ -56,6 +56,11 @@ class Quarantine:
         if self._store is not None and self._clock() - self._read_at >= READ_EVERY_S:
             self._read_at = self._clock()
             threading.Thread(target=self._read, name="flide-quarantine", daemon=True).start()
+        if not self._until:
+            return
+        with self._lock:
+            self._drop(MOST)
+        # a digest takes 1.5 ms for 147 kB, so nobody pays for what is over
         if self._until and self._until.get(_digest(request), 0.0) > self._clock():
             raise RequestQuarantined(DEATHS, SECONDS)
 
@@ -68,8 +73,9 @@ class Quarantine:
     def put(self, request: DecisionRequest | dict[str, Any]) -> RequestQuarantined:
         """Refuses a request from now on; the error for whoever asked. Blocks if others are told."""
         digest, until = _digest(request), self._clock() + SECONDS
-        self._remember(digest, until)
-        if self._store is not None:
+        if digest:
+            self._remember(digest, until)
+        if digest and self._store is not None:
             try:
                 self._store.put(digest, until)
             except Exception:
@@ -89,20 +95,26 @@ class Quarantine:
 
     def _remember(self, digest: bytes, until: float) -> None:
         with self._lock:
-            now, kept = self._clock(), self._until
-            while kept and (len(kept) >= MOST or next(iter(kept.values())) <= now):
-                kept.popitem(last=False)
-            kept.pop(digest, None)
-            kept[digest] = until
+            self._drop(MOST - 1)
+            self._until.pop(digest, None)
+            self._until[digest] = until
+
+    def _drop(self, most: int) -> None:
+        """Drops what is over, and the oldest beyond so many."""
+        now, kept = self._clock(), self._until
+        while kept and (len(kept) > most or next(iter(kept.values())) <= now):
+            kept.popitem(last=False)
 
 
 def _digest(request: DecisionRequest | dict[str, Any]) -> bytes:
-    """Of state and questions, the same for the typed and the plain form."""
-    if not isinstance(request, DecisionRequest):
-        try:
+    """Of state and questions, the same for the typed and the plain form; b"" for what the engine
+    refuses before it can do harm: what is malformed, no JSON, or nested too deeply.
+    """
+    try:
+        if not isinstance(request, DecisionRequest):
             request = DecisionRequest.model_validate(request)
-        except (ValueError, RecursionError):
-            return b""  # the engine refuses it before it can do harm
-    asked = request.model_dump(include={"state", "questions"})
-    text = json.dumps(asked, sort_keys=True, ensure_ascii=False)
+        asked = request.model_dump(include={"state", "questions"})
+        text = json.dumps(asked, sort_keys=True, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return b""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

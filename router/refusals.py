@@ -22,7 +22,7 @@ class _InALine(logging.Filter):
         if error is not None and not isinstance(error, FlideError):
             error = error.__context__  # a plain caller's error stands for one of ours
         if isinstance(error, FlideError):
-            record.msg, record.args = "not answered: %s: %s", (type(error).__name__, str(error))
+            record.msg, record.args = "not answered: %s: %s", (type(error).__name__, error.for_logs)
             record.levelno, record.levelname = logging.INFO, "INFO"
             record.exc_info = record.exc_text = None
         return record.levelno >= SERVE.getEffectiveLevel()

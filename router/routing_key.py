@@ -65,7 +65,11 @@ def route_key(request: object, tenant: str = "", session: str = "") -> RouteKey:
     found = request.get("state") if isinstance(request, Mapping) else None
     state = getattr(request, "state", found)
     if session:
-        return RouteKey(SCHEME, tenant, session, b"", -1, _rough_size(state))
+        try:
+            size = _rough_size(state)
+        except RecursionError:
+            size = 0
+        return RouteKey(SCHEME, tenant, session, b"", -1, size)
     text, head_end = _canonical(state)
     chain, head = _chain(text, head_end, tenant)
     return RouteKey(SCHEME, tenant, "", chain, head, len(text))

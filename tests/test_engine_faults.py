@@ -247,16 +247,20 @@ def test_who_left_is_not_told_of_a_fault(engine: Engine, monkeypatch: pytest.Mon
 
 
 def test_a_state_whose_values_were_not_finite_is_not_resumed(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What it left is forgotten: were a fault that passes to blame, it would last for ever."""
+    """What it left is forgotten: were a fault that passes to blame, it would last for ever. The
+    log says nothing of what was asked.
+    """
     state = "long enough to be remembered " * 8
     with monkeypatch.context() as patch:
         gate = Gate(engine, patch)
         gate.nan = True
         gate.open.set()
         with pytest.raises(NonFiniteOutput):
-            engine.decide(ask(state))
+            engine.decide(ask(state, secret=NOUL))
+    assert "the model's output is not finite" in caplog.text
+    assert "secret" not in caplog.text
     assert engine.checkpoint_counts()["device"] == 0
     assert engine.decide(ask(state)).usage.x_reused_tokens == 0
     assert engine.decide(ask(state)).usage.x_reused_tokens > 0

@@ -66,6 +66,23 @@ def test_errors_survive_pickle_and_say_what_is_wrong(error: FlideError) -> None:
         assert set(detail) == {"error_type", "message"}
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.InvalidRequest((errors.Fault(("body", "questions", "asked"), "asked: wrong"),)),
+        errors.UnsupportedEncoding("asked", "zstd"),
+        errors.UnknownModel("asked", ("jev-latest",)),
+        errors.NonFiniteOutput("question 'asked'"),
+    ],
+    ids=lambda e: type(e).__name__,
+)
+def test_logs_hear_nothing_of_what_was_asked(error: FlideError) -> None:
+    """Where what the caller hears repeats it."""
+    assert "asked" in str(error)
+    assert error.for_logs
+    assert "asked" not in error.for_logs
+
+
 def test_a_refusal_says_when_to_come_back() -> None:
     """In milliseconds, and in whole seconds for those who read only that."""
     headers = dict(error_headers(EXAMPLES[errors.Overloaded]))

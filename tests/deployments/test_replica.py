@@ -1,6 +1,7 @@
 """A replica over a stand-in for its engine, and the app's configuration; no cluster."""
 
 import asyncio
+import logging
 import os
 import pickle
 import time
@@ -19,7 +20,7 @@ from deployments.replica import EngineReplica
 from flide_engine import DecisionRequest, DecisionResponse, Noul, Usage
 from flide_engine.cache.pool import Accounting
 from flide_engine.counters import Counters
-from flide_engine.errors import EngineStopped, InvalidRequest, NotReady, Overloaded
+from flide_engine.errors import EngineStopped, InvalidRequest, NotReady, Overloaded, UnknownModel
 from router import fingerprint
 from router.policy import Load, Stats, decode
 from router.routing_key import anchor_key, route_key
@@ -141,6 +142,18 @@ def test_refusals_come_as_values_to_our_own_callers(replica: EngineReplica) -> N
     engine_of(replica).fails = ZeroDivisionError()
     with pytest.raises(ZeroDivisionError):
         asyncio.run(replica.decide_with_load(PLAIN))
+
+
+def test_what_was_asked_is_not_logged(
+    replica: EngineReplica, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was wrong with it is."""
+    engine_of(replica).fails = error = UnknownModel("SECRET", ("m",))
+    with caplog.at_level(logging.INFO, "ray.serve"):
+        told, _, _ = asyncio.run(replica.decide_with_load(PLAIN))
+    assert told is error
+    assert "not answered: UnknownModel: served here: m" in caplog.text
+    assert "SECRET" not in caplog.text
 
 
 def test_what_came_from_elsewhere_is_told(replica: EngineReplica) -> None:

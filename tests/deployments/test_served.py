@@ -86,6 +86,12 @@ def test_limits_of_the_engine_through_serve(client: httpx.Client) -> None:
     many = {f"q{i}": REQUEST["questions"]["angry"] for i in range(1025)}
     assert client.post("/v1/systemone", json={"state": "s", "questions": many}).status_code == 422
     assert client.post("/v1/systemone", json={**REQUEST, "model": "jev-latest"}).status_code == 200
+    question = '{"q": {"type": "noul", "instructions": "?"}}'
+    deep = f'{{"state": {"[" * 1000}{"]" * 1000}, "questions": {question}}}'
+    for named in ({}, {"x-session-id": "deep"}):
+        answer = client.post("/v1/systemone", content=deep, headers=named)
+        assert answer.status_code == 422, answer.text
+        assert answer.json()["detail"][0]["msg"] == "nested too deeply"
 
 
 def largest_rows() -> list[tuple[str, dict[str, Any]]]:

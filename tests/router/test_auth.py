@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flide_engine.errors import AuthenticationFailed, ConfigError
+from flide_engine.errors import AuthenticationFailed, ConfigError, NotReady
 from router.auth import Keys, Tenant, key_hash, read_tenants
 from router.ingress import Gateway
 from router.options import HttpLimits
@@ -100,6 +100,23 @@ def test_no_change_of_a_source_lets_everybody_in(
     plain.reload("")
     with pytest.raises(AuthenticationFailed):
         plain.check("")
+
+
+@pytest.mark.parametrize("hashes", [(), (key_hash("plain"),)])
+def test_nobody_is_let_in_before_the_keys_are_read(tmp_path: Path, hashes: tuple[str, ...]) -> None:
+    """Nor after they could not be; whoever has a key may come again."""
+    keys = Keys(hashes, needed=True)
+    for attempt in range(2):
+        for given in ("", bearer("old"), bearer("plain")):
+            with pytest.raises(NotReady, match="not read yet"):
+                keys.check(given)
+        if not attempt:
+            with pytest.raises(ConfigError):
+                keys.reload(str(tmp_path / "none"))
+    keys.reload(written(tmp_path, ACME))
+    assert keys.check(bearer("old")).name == "acme"
+    with pytest.raises(AuthenticationFailed):
+        keys.check("")
 
 
 def test_a_gateway_of_an_app_with_keys_needs_some() -> None:

@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from flide_engine.api import DecisionRequest
+from flide_engine.api import MAX_LEVEL_DEPTH, DecisionRequest
 from flide_engine.work import RequestWork
 from router.http_errors import STATUS
 from router.openapi import document
@@ -180,6 +180,30 @@ def check(answer: httpx.Response) -> None:
     else:
         assert answer.json()["detail"]
         assert answer.status_code in STATUS.values()
+
+
+def nested(depth: int) -> str:
+    """Arrays within each other, as JSON."""
+    return "[" * depth + "]" * depth
+
+
+@pytest.mark.parametrize(
+    ("depth", "status"),
+    [(MAX_LEVEL_DEPTH, 200), (MAX_LEVEL_DEPTH + 1, 422), (200, 422), (600, 422)],
+)
+def test_a_level_is_nested_as_deep_as_an_answer_can_be(
+    app: LocalApp, depth: int, status: int
+) -> None:
+    """One that is nested deeper is refused before the engine has it, and its place is told."""
+    question = f'{{"type": "score", "instructions": "?", "criteria": ["a", {nested(depth)}]}}'
+    answer = app.post(content=f'{{"state": "s", "questions": {{"q": {question}}}}}')
+    assert answer.status_code == status
+    if status == 200:
+        assert json.dumps(answer.json()["answers"]["q"]["legend"]["1"]) == nested(depth)
+    else:
+        (fault,) = answer.json()["detail"]
+        assert fault["loc"][:3] == ["body", "questions", "q"]
+        assert "level 1 is nested too deeply; 64" in fault["msg"]
 
 
 def test_the_document_names_every_error_and_limit() -> None:

@@ -189,6 +189,9 @@ FAULTY = {
     + b"9" * 5000
     + b'], "questions": {"q": {"type": "noul"}}}',
     "256 options": asking({"type": "choice", "criteria": {str(i): None for i in range(256)}}),
+    "a level nested 65 deep": asking(
+        {"type": "score", "criteria": ["a", orjson.loads("[" * 65 + "]" * 65)]}
+    ),
     "11 levels": asking({"type": "score", "criteria": [None] * 11}),
     "images": orjson.dumps({**GOOD, "assets": {"<image:0>": {"type": "image"}}}),
 }

@@ -70,7 +70,8 @@ def test_faults_of_several_questions_are_told_together() -> None:
         from_plain(asks)
     places = {fault.loc[:3] for fault in refused.value.faults}
     assert places == {("body", "model"), ("body", "questions", "a"), ("body", "questions", "c")}
-    assert refused.value.kinds == ("2 string_type, 1 dict_type, 1 list_type, 1 union_tag_not_found")
+    told = refused.value.for_logs
+    assert told == "2 string_type, 1 dict_type, 1 list_type, 1 union_tag_not_found"
     with pytest.raises(InvalidRequest) as refused:
         from_plain(of({str(i): {} for i in range(MOST_FAULTS)}))
     assert len(refused.value.faults) == MOST_FAULTS

@@ -1,6 +1,8 @@
 """A request that costs replicas is refused, alone and for a while."""
 
 import threading
+from functools import reduce
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,23 @@ def test_the_same_question_is_refused_in_either_form_until_its_time_is_over() ->
     held.check({"state": 7})
     now = SECONDS
     held.check(BAD)
+
+
+def test_what_no_digest_can_be_made_of_is_none_of_its_business() -> None:
+    """The engine refuses it; and were it put there, it would stand for all of its kind."""
+    deep = reduce(lambda inner, _: [inner], range(2000), list[object]())
+    requests = [
+        DecisionRequest.model_construct(state=state, questions={}) for state in (deep, {"k": {1}})
+    ]
+    store = Shared()
+    held = Quarantine(store=store)
+    held.put(BAD)
+    for request in requests:
+        held.check(request)
+        held.put(request)
+        held.check({"state": 7})
+    assert len(held) == len(store.told) == 1
+    settled()
 
 
 class Shared:
@@ -109,3 +128,24 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     now = SECONDS + 1
     held.put(BAD)
     assert len(held) == 1
+
+
+def test_once_all_is_over_a_request_costs_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not anything else is ever refused."""
+    now, made = 0.0, 0
+
+    def counted(request: DecisionRequest | dict[str, Any]) -> bytes:
+        nonlocal made
+        made += 1
+        return digest(request)
+
+    digest = quarantine._digest
+    monkeypatch.setattr(quarantine, "_digest", counted)
+    held = Quarantine(clock=lambda: now)
+    held.put(BAD)
+    held.check({**BAD, "state": "t"})
+    assert made == 2
+    now = SECONDS
+    held.check({**BAD, "state": "t"})
+    held.check(BAD)
+    assert (made, len(held)) == (2, 0)

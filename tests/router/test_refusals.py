@@ -5,7 +5,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from flide_engine.errors import FlideError, NonFiniteOutput, NotReady, TooManyTokens
+from flide_engine.errors import (
+    Fault,
+    FlideError,
+    InvalidRequest,
+    NonFiniteOutput,
+    NotReady,
+    TooManyTokens,
+)
 from router.asking import plain_error
 from router.refusals import SERVE, in_a_line
 
@@ -33,7 +40,12 @@ def failed(error: Exception) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [TooManyTokens("the request", 9, 8, "limit"), NonFiniteOutput("question 'q'"), NotReady("x")],
+    [
+        TooManyTokens("the request", 9, 8, "limit"),
+        NonFiniteOutput("question 'q'"),
+        NotReady("x"),
+        InvalidRequest((Fault(("body", "questions", "q"), "q: wrong"),)),
+    ],
     ids=lambda error: type(error).__name__,
 )
 @pytest.mark.parametrize("plain", [False, True])
@@ -57,8 +69,8 @@ def test_an_error_of_the_tree_is_one_line(
         else:
             failed(error)
     (record,) = caplog.records
-    assert record.args == (type(error).__name__, str(error))
-    assert record.getMessage() == f"not answered: {type(error).__name__}: {error}"
+    assert record.args == (type(error).__name__, error.for_logs)
+    assert record.getMessage() == f"not answered: {type(error).__name__}: {error.for_logs}"
     assert (record.levelname, record.exc_info) == ("INFO", None)
     assert "Traceback" not in caplog.text
 

@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -110,14 +111,18 @@ def test_a_session_id_replaces_the_chain() -> None:
 @pytest.mark.parametrize(
     "request_",
     [None, 7, "text", {}, {"state": None}, {"state": 3}, {"state": {"x": object()}},
-     {"state": "\ud800"}, {"state": [{"role": "user", "content": {1, 2}}]}],
-    ids=("none", "number", "text", "empty", "no state", "state 3", "object", "surrogate", "set"),
+     {"state": "\ud800"}, {"state": [{"role": "user", "content": {1, 2}}]},
+     {"state": reduce(lambda inner, _: [inner], range(2000), [])}],
+    ids=("none", "number", "text", "empty", "no state", "state 3", "object", "surrogate", "set",
+         "deep"),
 )  # fmt: skip
 def test_what_is_no_request_gets_a_key_all_the_same(request_: object) -> None:
     """The engine refuses it, the router does not."""
     key = route_key(request_)
     assert as_key(tuple(key)) == key
     assert Openings().anchor(key, 0.0).entry in key.entries()
+    named = route_key(request_, "", "session")
+    assert as_key(tuple(named)) == named
 
 
 @given(st.lists(JSON | st.binary(max_size=20), max_size=7) | JSON)
