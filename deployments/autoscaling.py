@@ -72,7 +72,7 @@ class Needs(NamedTuple):
 
 def needs_of(signals: Sequence[Signal], objectives: Objectives, running: int = 0) -> Needs:
     """What was seen, in replicas. running: those there are; any that have not told are taken to be
-    as busy as the others.
+    as busy as the others; 0: to be idle.
     """
     more = (running or len(signals)) / max(1, len(signals)) / objectives.busy_target
     over = sum(max(0.0, s.wait_ms - objectives.latency_objective_ms) for s in signals)
@@ -141,12 +141,18 @@ class FleetPolicy:
         signals = read_signals(context.aggregated_metrics or {})
         if not signals:
             return target, {"reason": "silent"}
-        needs = needs_of(signals, self._objectives, running)
+        needs = needs_of(signals, self._objectives)
         need, reason = demand(needs)
         if requests and need == 0.0:
             need, reason = 0.01, "load"
         kept = {"need": need, "reason": reason, "needs": needs._asdict()}
-        return wanted(target, need, self._objectives), kept
+        count = wanted(target, need, self._objectives)
+        if len(signals) < running:
+            # What has just started is idle: taken for as busy as the rest it would multiply what
+            # they tell. But nothing goes for want of a word from replicas that may be busy.
+            most, _ = demand(needs_of(signals, self._objectives, running))
+            count = max(count, min(target, wanted(target, most, self._objectives)))
+        return count, kept
 
     def _tell(self, context: Any, count: int, kept: dict[str, Any]) -> None:
         """Metrics: what is needed, and a change of the target, which Serve makes some calls after

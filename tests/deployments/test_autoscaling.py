@@ -1,6 +1,7 @@
 """The scaling rule against bursts, ramps and silence on a virtual clock, and against nonsense."""
 
 import math
+from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
@@ -24,13 +25,18 @@ from deployments.autoscaling import (
 class Fleet:
     """Replicas that work off a shared load; new ones take 20 s to come, as a cold start does.
 
-    Serve's own delays: 2 s upward, 60 s downward. A tick is a second.
+    Nothing is added sooner than asked for; what is too many goes after 60 s. A tick is a second.
+    period: seconds for which a new replica does not tell, and of which the others tell the mean.
     """
 
-    def __init__(self, policy: FleetPolicy, least: int = 1, most: int = 50) -> None:
+    def __init__(
+        self, policy: FleetPolicy, least: int = 1, most: int = 50, period: int = 1
+    ) -> None:
         self.policy, self.least, self.most = policy, least, most
+        self.seen: deque[tuple[float, float]] = deque(maxlen=period)
         self.ready = least
         self.coming: list[int] = []
+        self.came: list[int] = []
         self.backlog = 0.0  # replica-seconds
         self.targets: list[int] = []
         self.waits: list[float] = []
@@ -40,6 +46,7 @@ class Fleet:
         """load: replicas' worth of work that arrives at a second."""
         for now in range(seconds):
             self.ready += sum(t == now for t in self.coming)
+            self.came += [t for t in self.coming if t == now]
             self.coming = [t for t in self.coming if t > now]
             work = self.backlog + load(now)
             done = min(work, float(self.ready))
@@ -52,7 +59,10 @@ class Fleet:
 
     def _follow(self, now: int, busy: float, wait_ms: float, work: float) -> None:
         target = self.ready + len(self.coming)
-        per_replica = dict.fromkeys(range(self.ready), busy)
+        self.seen.append((busy, wait_ms))
+        busy, wait_ms = (sum(seen) / len(self.seen) for seen in zip(*self.seen, strict=True))
+        silent = sum(now - t < len(self.seen) - 1 for t in self.came)
+        per_replica = dict.fromkeys(range(self.ready - min(silent, self.ready)), busy)
         context = SimpleNamespace(
             target_num_replicas=target,
             current_num_replicas=self.ready,
@@ -121,6 +131,35 @@ def test_silence_goes_to_the_least_and_zero_if_that_is_it() -> None:
     fleet.run(60, lambda now: 0.1)
     assert fleet.targets[400] == 1
     assert 1 <= fleet.ready <= 2  # the backlog of the start is worth a second one for a while
+
+
+@pytest.mark.parametrize(("load", "most"), [(0.9, 2), (1.1, 3), (1.3, 4), (1.8, 6)])
+def test_what_has_just_started_does_not_multiply_demand(load: float, most: int) -> None:
+    """One replica, and suddenly more than it can do; new ones are silent at first."""
+    fleet = Fleet(FleetPolicy(), period=5)
+    fleet.run(200, lambda now: load)
+    assert max(fleet.targets) <= most
+    assert fleet.waits[-1] == 0.0
+
+
+def counted(target: int, running: int, *told: tuple[float, float]) -> int:
+    """What the policy wants. told: (busy, wait_ms) of those that have told."""
+    busy, wait = ({i: each[k] for i, each in enumerate(told)} for k in (0, 1))
+    context = SimpleNamespace(
+        target_num_replicas=target, current_num_replicas=running, total_num_requests=1,
+        aggregated_metrics={"busy": busy, "wait_ms": wait},
+    )  # fmt: skip
+    return FleetPolicy()(context)[0]
+
+
+def test_a_silent_replica_is_no_reason_to_grow_and_none_to_shrink() -> None:
+    """It may be idle, and it may be as busy as the others."""
+    assert counted(1, 1, (1.0, 0.0)) == counted(2, 2, (1.0, 0.0)) == 2
+    assert counted(1, 1, (1.0, 4000.0)) == 2
+    assert counted(4, 4, (1.0, 4000.0)) == 4
+    assert counted(2, 2, (1.0, 10_500.0)) == 3
+    assert counted(4, 4, (0.7, 0.0), (0.7, 0.0)) == 4
+    assert counted(4, 4, (0.1, 0.0), (0.1, 0.0)) == 1
 
 
 def test_refused_work_and_agents_count() -> None:

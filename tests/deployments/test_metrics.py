@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,9 @@ from deployments.metrics import METRICS, TOKENS, GatewayMetrics, Metric, Replica
 from deployments.observability.dashboard import FILE, dashboard
 from flide_engine import DecisionResponse, Usage
 from flide_engine.errors import Overloaded
+from router.http_errors import STATUS
 from router.observed import Trip
+from tests.promql import Rule
 
 ALERTS = FILE.with_name("alerts.yaml").read_text()
 USED = re.compile(r"\bray_flide_\w+")
@@ -47,6 +50,46 @@ def test_no_alert_is_of_a_pool_that_is_full() -> None:
     kinds = re.findall(r'tokens_total\{kind="(\w+)"\}', told["FlideForgets"])
     assert kinds == ["recomputed", "asked"]
     assert set(kinds) <= set(TOKENS)
+
+
+def rule(name: str) -> str:
+    """An alert's expression."""
+    rules = yaml.safe_load(ALERTS)["groups"][0]["rules"]
+    return str(next(rule["expr"] for rule in rules if rule["alert"] == name))
+
+
+def test_errors_of_ours_are_those_with_a_status_of_ours() -> None:
+    """5xx, and what nobody foresaw."""
+    found = re.search(r'outcome=~"([\w|]+)"', rule("FlideErrors"))
+    assert found
+    ours = {error.__name__ for error, status in STATUS.items() if status >= 500}
+    assert set(found[1].split("|")) == ours | {"internal"}
+
+
+def scraped(*steps: tuple[int, float | None]) -> list[tuple[float, float | None]]:
+    """Samples each 15 s until 12,000 s. steps: (second, value from then on); None: gone."""
+    return [
+        (float(t), value)
+        for (begin, value), (end, _) in pairwise([*steps, (12_000, None)])
+        for t in range(begin, end if value is not None else begin + 1, 15)
+    ]
+
+
+def test_replicas_that_die_are_told_the_first_time_too() -> None:
+    """Retries are counted by who took them over, in a series that begins there. That one goes with
+    its replica, which must neither alarm nor hide the next death.
+    """
+    known = scraped((1000, 40.0), (5000, 43.0), (8000, None))
+    series = {("app", "a"): known, ("app", "b"): scraped((8310, 5.0)), ("other", "c"): []}
+    die = Rule(rule("FlideReplicasDie"), series)
+    fires = {t for t in range(0, 12_000, 30) if die.at(t)}
+    # until each has been there for 15 minutes
+    assert fires == {
+        t
+        for t in range(0, 12_000, 30)
+        if any(begin <= t < begin + 900 for begin in (1000, 5000, 8310))
+    }
+    assert set(die.at(1100)) == {("app",)}
 
 
 class Told:
