@@ -147,6 +147,8 @@ class Checkpoints:
         """
         used = self.index.untrusted(work.resume.checkpoint) if work.resume else []
         for checkpoint in (*used, *work.kept):
+            if checkpoint.trusted:
+                continue  # by somebody who resumed from it and was done before
             checkpoint.trusted = True
             if self._tiers is not None:
                 self._to_copy.append(checkpoint)
