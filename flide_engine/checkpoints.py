@@ -11,6 +11,7 @@ import numpy as np
 
 from flide_engine.cache.disk_file import Loaded
 from flide_engine.cache.index import Checkpoint, Freed, PrefixIndex
+from flide_engine.cache.leaving import Leaving
 from flide_engine.cache.marks import MarkPolicy
 from flide_engine.cache.names import Named
 from flide_engine.cache.pool import Pool
@@ -43,8 +44,8 @@ class Checkpoints:
         self._pool, self._policy, self._keep, self._clock = pool, policy, keep, clock
         self._tiers = tiers
         self._to_copy: deque[Checkpoint] = deque()
-        self._leaving: list[tuple[Checkpoint, Freed]] = []  # forgotten, and in use
         self.index = PrefixIndex(pool.slot_units)
+        self._leaving = Leaving(self.index, pool)
         self._seen = Seen()
         self.version = 0
         self.counters = Counters()
@@ -82,7 +83,7 @@ class Checkpoints:
         if work.resume is not None:
             work.resume.checkpoint.locks -= 1
             work.resume = None
-            self._let_go()
+            self._leaving.let_go()
 
     def give_up_plans(self, works: Sequence[RequestWork]) -> bool:
         """Works that have not begun are planned again when their turn comes, so that they hold no
@@ -152,6 +153,8 @@ class Checkpoints:
         """
         used = self.index.untrusted(work.resume.checkpoint) if work.resume else []
         for checkpoint in (*used, *work.kept):
+            if checkpoint.trusted:
+                continue  # by somebody who resumed from it and was done before
             checkpoint.trusted = True
             if self._tiers is not None:
                 self._to_copy.append(checkpoint)
@@ -182,15 +185,9 @@ class Checkpoints:
     def _forget(self, checkpoint: Checkpoint) -> None:
         """Nobody resumes from it any more; its memory is free once nobody uses it."""
         if checkpoint in self.index:
-            self._leaving.append((checkpoint, self.index.detach(checkpoint)))
+            self._leaving.add(checkpoint)
             self.version += 1
-        self._let_go()
-
-    def _let_go(self) -> None:
-        for checkpoint, freed in self._leaving:
-            if not checkpoint.locks:
-                self.free(freed)
-        self._leaving = [left for left in self._leaving if left[0].locks]
+        self._leaving.let_go()
 
     def make_room(self, error: PoolExhausted) -> bool:
         """Evicts until what a round lacked is free. False if not enough can be."""
@@ -214,7 +211,7 @@ class Checkpoints:
         if self._tiers is None:
             return
         self._tiers.settle()
-        self._let_go()
+        self._leaving.let_go()
         while self._to_copy and most > 0:
             checkpoint = self._to_copy.popleft()
             if checkpoint in self.index:

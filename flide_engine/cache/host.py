@@ -71,6 +71,7 @@ class HostTier:
         self._clock = clock
         self._states: dict[int, Ints] = {}  # rows of each state, by its number
         self._next = 0
+        self._last: Event = AtOnce()  # the end of all copies so far: they are made in order
         self.index = PrefixIndex(max(1, self._state_rows))
 
     @property
@@ -117,7 +118,7 @@ class HostTier:
             known = self.index.match(tenant, tokens, keys, position)
             if known.checkpoint is not None and known.checkpoint.position == position:
                 known.checkpoint.used = self._clock()
-                return Stored(known.checkpoint, AtOnce(), 0)
+                return Stored(known.checkpoint, self._last, 0)  # it may be on its way
             new = pages[known.agreed // GRAIN :]
             try:
                 rows = self._counted.take(len(new) + self._state_rows)
@@ -134,14 +135,14 @@ class HostTier:
             move_rows(self._rows, of_pages, pool.rows, places)
             spread(self.format.pack(pool.slot_bytes(slot)), self._rows, of_state)
 
-        event = pool.beside.run(copies)
+        self._last = pool.beside.run(copies)
         number, self._next = self._next, self._next + 1
         self._states[number] = of_state
         every = np.concatenate([np.zeros(known.agreed // GRAIN, np.int32), of_pages])
         made, _, _ = self.index.insert(
             tenant, tokens, keys, every.astype(np.int32), number, self._clock(), name
         )
-        return Stored(made, event, len(new) * self._page + self.format.size)
+        return Stored(made, self._last, len(new) * self._page + self.format.size)
 
     def restore(
         self, checkpoint: Checkpoint, first: int, pool: Pool, pages: Ints, slot: int

@@ -12,7 +12,7 @@ from flide_engine.cache.index import Checkpoint
 from flide_engine.cache.transfer import _checksum, read
 from flide_engine.errors import CheckpointRefused, PoolExhausted
 from flide_engine.states import States
-from tests.cache.machine import Machine
+from tests.cache.machine import Machine, mark
 
 TEXT = np.arange(4 * 64, dtype=np.int32)
 
@@ -141,6 +141,34 @@ def test_a_checkpoint_at_fault_is_dropped_on_every_tier(tmp_path: Path) -> None:
     machine.checkpoints.copy_some(1 << 20)
     machine.tiers.settle(copies=True, writes=True)
     assert here.exists()
+    assert_balanced(machine)
+
+
+def test_what_is_forgotten_while_it_is_in_use_keeps_its_pages(tmp_path: Path) -> None:
+    """A longer one continues it, takes its pages over and is given up, while a request of several
+    rounds still reads them: another tenant's round must not get them.
+    """
+    machine = Machine(tmp_path, 40, 40)
+    checkpoints, pool = machine.checkpoints, machine.pool
+    at_fault = machine.ask(TEXT, "a")
+    machine.round(at_fault)
+    longer = machine.ask(np.append(TEXT, TEXT), "b")
+    machine.round(longer)
+    checkpoints.release(longer)
+    reading = machine.ask(np.append(TEXT, TEXT[::-1]), "c")
+    assert reading.resume is not None
+    anchor = reading.resume.anchor
+    assert anchor.position == len(TEXT)
+    checkpoints.disown(at_fault)
+    full(machine)
+    assert not checkpoints.index
+    pages, slots = pool.take(pool.free, 0)
+    pool.tensors.keys[:, pool.places(pages)] = -1
+    held = pool.tensors.keys[0, pool.places(anchor.pages), 0, 0, 0].tolist()
+    assert held == [mark(key) for key in reading.keys[: len(anchor.pages)]]
+    pool.pages.release(pages)
+    pool.slots.release(slots)
+    checkpoints.release(reading)
     assert_balanced(machine)
 
 
