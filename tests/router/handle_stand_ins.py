@@ -13,7 +13,10 @@ from flide_engine.errors import EngineStopped, FlideError
 from router.asking import ask, ask_within
 from router.options import CallOptions
 
-REQUEST: dict[str, Any] = {"state": "s", "questions": {}}
+REQUEST: dict[str, Any] = {
+    "state": "s",
+    "questions": {"q": {"type": "noul", "instructions": "?"}},
+}
 GOOD = DecisionResponse(model="m", usage=Usage(input_tokens=1, output_tokens=0), answers={})
 DIED, AWAY = ActorDiedError(), ActorUnavailableError("unreachable", None)
 STOPPED = RayTaskError("decide", "", EngineStopped("CUDA error"))
