@@ -21,7 +21,7 @@ from flide_engine.layout.plan import Ints
 
 log = logging.getLogger(__name__)
 
-FORMAT, SUFFIX, NAMES = "flide-disk-2", ".checkpoint", ".names"
+FORMAT, SUFFIX, NAMES = "flide-disk-3", ".checkpoint", ".names"
 
 Reader = Callable[[int], tuple[Tensor, Tensor]]
 """A checkpoint's pages from some grain on [n, bytes] and its state [bytes], both uint8."""
@@ -61,7 +61,7 @@ def header_of(path: Path, made: dict[str, str]) -> tuple[dict[str, str], list[st
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(min(size, 1 << 20)))["__metadata__"]
-    foreign = [what for what, ours in made.items() if header[what] != ours]
+    foreign = [k for k, ours in made.items() if k not in header or header[k] != ours]
     if not foreign:
         file_of(path, header, 0.0), int(header["start"])
     return header, foreign

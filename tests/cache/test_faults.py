@@ -12,7 +12,7 @@ from flide_engine.cache.index import Checkpoint
 from flide_engine.cache.transfer import _checksum, read
 from flide_engine.errors import CheckpointRefused, PoolExhausted
 from flide_engine.states import States
-from tests.cache.machine import Machine, mark
+from tests.cache.machine import ORIGIN, Machine, mark
 
 TEXT = np.arange(4 * 64, dtype=np.int32)
 
@@ -51,9 +51,9 @@ def test_a_copy_that_the_device_has_got_meanwhile_takes_nothing(tmp_path: Path) 
     (here,) = machine.checkpoints.index
     used = here.used
     parcel = states.copied_leaf(leaf)
-    data = parcel and states.write(parcel, "weights")
+    data = parcel and states.write(parcel, ORIGIN)
     assert data is not None
-    assert read(data, machine.pool, "weights").position == len(TEXT)
+    assert read(data, machine.pool, ORIGIN).position == len(TEXT)
     assert list(machine.checkpoints.index) == [here]
     assert here.used == used
     assert_balanced(machine)
@@ -201,7 +201,7 @@ def parcel_of(machine: Machine) -> bytes:
     states = states_of(machine)
     (leaf,) = states.leaves()
     parcel = states.copied_leaf(leaf)
-    data = parcel and states.write(parcel, "weights")
+    data = parcel and states.write(parcel, ORIGIN)
     assert data is not None
     machine.checkpoints.drop_all()
     return data
@@ -212,7 +212,7 @@ def test_a_parcel_that_cannot_be_put_in_takes_nothing(
 ) -> None:
     """As when the device fails."""
     machine, _ = machine_with_a_copy(tmp_path)
-    parcel = read(parcel_of(machine), machine.pool, "weights")
+    parcel = read(parcel_of(machine), machine.pool, ORIGIN)
 
     def broken(*_: object) -> None:
         raise RuntimeError("injected")
@@ -240,7 +240,7 @@ def test_a_parcel_of_other_tensors_is_refused(tmp_path: Path, name: str, change:
     else:
         tensors[name] = tensors[name].to(torch.float64)
     with pytest.raises(CheckpointRefused, match="it is damaged"):
-        read(packed(data, tensors), machine.pool, "weights")
+        read(packed(data, tensors), machine.pool, ORIGIN)
     assert_balanced(machine)
 
 

@@ -138,9 +138,12 @@ def test_a_full_host_gives_up_what_is_not_locked() -> None:
         HostTier(pool, 5000, clock=lambda: 0.0)
 
 
-def disk_of(folder: Path, weights: str = "w1", budget: int = 1 << 30) -> DiskTier:
+def disk_of(
+    folder: Path, weights: str = "w1", budget: int = 1 << 30, stack: str = "s1"
+) -> DiskTier:
     """A disk tier."""
-    return DiskTier(folder, budget, weights, "layout", clock=iter(range(10**6)).__next__)
+    made = {"weights": weights, "stack": stack, "layout": "layout"}
+    return DiskTier(folder, budget, made, clock=iter(range(10**6)).__next__)
 
 
 def saved(disk: DiskTier, grains: int, seed: int = 0, name: str = "s") -> torch.Tensor:
@@ -203,6 +206,27 @@ def test_other_weights_other_tokens_and_torn_writes(tmp_path: Path) -> None:
     other = text(4).copy()
     other[70] += 1
     assert ours.load("t", grain_keys(text(4)), other) is None
+
+
+@pytest.mark.parametrize("other", ["stack", "format"])
+def test_what_was_computed_otherwise_is_foreign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, other: str
+) -> None:
+    """Of another version or card, or of before files told that."""
+    if other == "stack":
+        saved(disk_of(tmp_path, stack="s0"), 4)
+    else:
+        monkeypatch.setattr("flide_engine.cache.disk.FORMAT", "flide-disk-2")
+        old = {"weights": "w1", "layout": "layout"}
+        saved(DiskTier(tmp_path, 1 << 30, old, clock=iter(range(10**6)).__next__), 4)
+        monkeypatch.undo()
+    disk = disk_of(tmp_path)
+    tokens = text(4)
+    assert disk.longest("t", grain_keys(tokens), 10**6) == 0
+    assert disk.load("t", grain_keys(tokens), tokens) is None
+    assert disk.refused == 1
+    assert disk.bytes_held > 0
+    assert f"its {'stack' if other == 'stack' else 'format, stack'} differ" in caplog.text
 
 
 def test_the_budget_removes_ends_of_chains_first_and_forgetting_removes_all(tmp_path: Path) -> None:
