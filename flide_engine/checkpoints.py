@@ -15,6 +15,7 @@ from flide_engine.cache.leaving import Leaving
 from flide_engine.cache.marks import MarkPolicy
 from flide_engine.cache.names import Named
 from flide_engine.cache.pool import Pool
+from flide_engine.cache.room import can_free
 from flide_engine.cache.seen import Seen
 from flide_engine.config import GRAIN
 from flide_engine.counters import Counters
@@ -185,18 +186,20 @@ class Checkpoints:
         self._leaving.let_go()
 
     def make_room(self, error: PoolExhausted) -> bool:
-        """Evicts until what a round lacked is free. False if not enough can be."""
-        while self._pool.free < error.needed:
-            found = False
+        """Evicts until what a round lacked is free. False, evicting none, if too little can be."""
+        while (lacking := error.needed - self._pool.free) > 0:
+            if not can_free(self.index, self._pool, lacking):
+                # what is being copied is locked
+                if self._tiers is None or not self._tiers.settle(copies=True):
+                    return False
+                self._leaving.let_go()
+                continue
             for victim in self.index.victims(self._clock()):
-                found = True
                 if self._tiers is not None and victim.trusted:
                     self._copy(victim, leaving=True)
                 self.free(self.index.remove(victim))
                 if self._pool.free >= error.needed:
                     break
-            if not found and (self._tiers is None or not self._tiers.settle(copies=True)):
-                return False
         return True
 
     def copy_some(self, most: int) -> None:
