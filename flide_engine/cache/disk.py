@@ -254,7 +254,7 @@ class DiskTier:
         first = name = self._name(tenant, keys[-1])
         stop = len(tokens)
         while stop:
-            found = self._read(name)
+            found = self._read(name, whole=state is None)  # of those before it, no state
             if found is None:
                 self._drop(first)
                 return None
@@ -296,7 +296,7 @@ class DiskTier:
             return None
         return header
 
-    def _read(self, name: str) -> tuple[dict[str, str], dict[str, Tensor]] | None:
+    def _read(self, name: str, whole: bool) -> tuple[dict[str, str], dict[str, Tensor]] | None:
         with self._lock:
             if (known := self._files.get(name)) is None:
                 return None
@@ -306,8 +306,8 @@ class DiskTier:
             self._drop(name)
             return None
         try:
-            return header, contents_of(path, header)
-        except (OSError, ValueError) as error:
+            return header, contents_of(path, header, whole)
+        except (OSError, ValueError, KeyError, TypeError) as error:
             self._refuse(name, str(error))
             return None
 

@@ -177,15 +177,47 @@ def test_disk_outlives_the_process_and_writes_what_is_new_only(tmp_path: Path) -
     assert sum(f.size for f in again.of("t", "s")) == again.bytes_held
 
 
-@pytest.mark.parametrize("at", [5, 300, -3])
-def test_damage_is_refused_and_so_is_what_follows_from_it(tmp_path: Path, at: int) -> None:
-    """A flipped bit anywhere: neither the file nor one that continues it is used."""
+def test_of_what_a_file_continues_no_state_is_read(tmp_path: Path) -> None:
+    """A history of many steps is read once, not with the state of each step; that of an earlier one
+    is looked at when it is asked for.
+    """
+    disk = disk_of(tmp_path)
+    saved(disk, 4)
+    path = next(tmp_path.iterdir())
+    pages = saved(disk, 5)
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+    again, tokens = disk_of(tmp_path), text(5)
+    keys = grain_keys(tokens)
+    loaded = again.load("t", keys, tokens)
+    assert loaded is not None
+    assert torch.equal(loaded.pages, pages)
+    assert loaded.state.tolist() == [5] * 40
+    assert again.load("t", keys[:4], tokens[:256]) is None
+    assert again.refused == 1
+    assert again.longest("t", keys, 10**6) == 0
+
+
+@pytest.mark.parametrize("at", ["length", "header", "places", "tokens", "pages", "end"])
+def test_damage_is_refused_and_so_is_what_follows_from_it(tmp_path: Path, at: str) -> None:
+    """A flipped bit before its state, or a missing end: neither the file nor one that continues it
+    is used.
+    """
     disk = disk_of(tmp_path)
     saved(disk, 4)
     path = next(tmp_path.iterdir())
     saved(disk, 5)
     data = bytearray(path.read_bytes())
-    data[at] ^= 4
+    begin = 8 + int.from_bytes(data[:8], "little")
+    places = {
+        "length": 5, "header": 300, "places": data.index(b"data_offsets") + 15,
+        "tokens": begin + 9, "pages": begin + 256 * 4 + 9, "end": 0,
+    }  # fmt: skip
+    if at == "end":
+        del data[begin + 256 * 4 + 9 :]
+    else:
+        data[places[at]] ^= 4
     path.write_bytes(data)
     again = disk_of(tmp_path)
     tokens = text(5)
