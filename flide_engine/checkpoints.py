@@ -17,6 +17,7 @@ from flide_engine.cache.names import Named
 from flide_engine.cache.pool import Pool
 from flide_engine.cache.room import can_free
 from flide_engine.cache.seen import Seen
+from flide_engine.cache.soundness import Soundness
 from flide_engine.config import GRAIN
 from flide_engine.counters import Counters
 from flide_engine.errors import PoolExhausted
@@ -46,6 +47,7 @@ class Checkpoints:
         self._tiers = tiers
         self._to_copy: deque[Checkpoint] = deque()
         self.index = PrefixIndex(pool.slot_units)
+        self.soundness = Soundness(self.index, pool.units)
         self._leaving = Leaving(self.index, pool)
         self._seen = Seen()
         self.version = 0
@@ -135,7 +137,7 @@ class Checkpoints:
         )  # fmt: skip
         self._pool.pages.retain(pages)
         if slot_taken:
-            checkpoint.trusted = False
+            self.soundness.left(checkpoint, anchor.pages, pages)
             work.kept.append(checkpoint)
             if self._tiers is not None:
                 checkpoint.coming = self._tiers.last_arrival()  # it may share pages with one
@@ -148,12 +150,9 @@ class Checkpoints:
         checkpoint, that one is forgotten on every tier.
         """
         used = self.index.untrusted(work.resume.checkpoint) if work.resume else []
-        for checkpoint in (*used, *work.kept):
-            if checkpoint.trusted:
-                continue  # by somebody who resumed from it and was done before
-            checkpoint.trusted = True
-            if self._tiers is not None:
-                self._to_copy.append(checkpoint)
+        trusted = self.soundness.read(used, work.kept)
+        if self._tiers is not None:
+            self._to_copy += trusted
         work.kept.clear()
         if work.suspect is not None:
             log.error(
@@ -341,6 +340,7 @@ class Checkpoints:
             known_as.name, known_as.anchor,
         )  # fmt: skip
         made.branches |= known_as.branches
+        self.soundness.arrived(made, taken)
         self._tiers.arriving(made, source, event)
         if len(taken) < len(pages):  # pages of grains that are known hold the same
             event.join()

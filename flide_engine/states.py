@@ -180,6 +180,7 @@ class States:
             parcel.tenant, parcel.tokens, keys, pages, int(slot[0]), used,
             parcel.name, parcel.anchor,
         )  # fmt: skip
+        self._kept.soundness.arrived(made, taken)
         self._pin_adopted(made, parcel)
         # pages of grains that are known already hold the same: those that came are not needed
         self._pool.pages.release(np.setdiff1d(pages, taken).astype(np.int32))
