@@ -15,7 +15,9 @@ from flide_engine.cache.leaving import Leaving
 from flide_engine.cache.marks import MarkPolicy
 from flide_engine.cache.names import Named
 from flide_engine.cache.pool import Pool
+from flide_engine.cache.room import can_free
 from flide_engine.cache.seen import Seen
+from flide_engine.cache.soundness import Soundness
 from flide_engine.config import GRAIN
 from flide_engine.counters import Counters
 from flide_engine.errors import PoolExhausted
@@ -45,6 +47,7 @@ class Checkpoints:
         self._tiers = tiers
         self._to_copy: deque[Checkpoint] = deque()
         self.index = PrefixIndex(pool.slot_units)
+        self.soundness = Soundness(self.index, pool.units)
         self._leaving = Leaving(self.index, pool)
         self._seen = Seen()
         self.version = 0
@@ -139,7 +142,7 @@ class Checkpoints:
         )  # fmt: skip
         self._pool.pages.retain(pages)
         if slot_taken:
-            checkpoint.trusted = False
+            self.soundness.left(checkpoint, anchor.pages, pages)
             work.kept.append(checkpoint)
             if self._tiers is not None:
                 checkpoint.coming = self._tiers.last_arrival()  # it may share pages with one
@@ -152,12 +155,9 @@ class Checkpoints:
         checkpoint, that one is forgotten on every tier.
         """
         used = self.index.untrusted(work.resume.checkpoint) if work.resume else []
-        for checkpoint in (*used, *work.kept):
-            if checkpoint.trusted:
-                continue  # by somebody who resumed from it and was done before
-            checkpoint.trusted = True
-            if self._tiers is not None:
-                self._to_copy.append(checkpoint)
+        trusted = self.soundness.read(used, work.kept)
+        if self._tiers is not None:
+            self._to_copy += trusted
         work.kept.clear()
         if work.suspect is not None:
             log.error(
@@ -190,18 +190,20 @@ class Checkpoints:
         self._leaving.let_go()
 
     def make_room(self, error: PoolExhausted) -> bool:
-        """Evicts until what a round lacked is free. False if not enough can be."""
-        while self._pool.free < error.needed:
-            found = False
+        """Evicts until what a round lacked is free. False, evicting none, if too little can be."""
+        while (lacking := error.needed - self._pool.free) > 0:
+            if not can_free(self.index, self._pool, lacking):
+                # what is being copied is locked
+                if self._tiers is None or not self._tiers.settle(copies=True):
+                    return False
+                self._leaving.let_go()
+                continue
             for victim in self.index.victims(self._clock()):
-                found = True
                 if self._tiers is not None and victim.trusted:
                     self._copy(victim, leaving=True)
                 self.free(self.index.remove(victim))
                 if self._pool.free >= error.needed:
                     break
-            if not found and (self._tiers is None or not self._tiers.settle(copies=True)):
-                return False
         return True
 
     def copy_some(self, most: int) -> None:
@@ -343,6 +345,7 @@ class Checkpoints:
             known_as.name, known_as.anchor,
         )  # fmt: skip
         made.branches |= known_as.branches
+        self.soundness.arrived(made, taken)
         self._tiers.arriving(made, source, event)
         if len(taken) < len(pages):  # pages of grains that are known hold the same
             event.join()

@@ -100,7 +100,9 @@ class Engine(StateOperations):
         """What answers carry as `x_fingerprint`."""
         self.device = device.type
         """"cpu" or "cuda"."""
-        self.stack = f"{stack_of(device)}, {dtype}, {config.kernels} kernels"
+        self.stack = stack_of(device, dtype, kernels, config.deterministic)
+        """What decides its bits beside the weights."""
+        self._origin = {"weights": self.weights_hash, "stack": self.stack}
         if before is not None and (after := Card.of(device)) is not None:
             memory.check_work(before, after)
         self._lock = threading.Lock()
@@ -108,7 +110,7 @@ class Engine(StateOperations):
         self._rendering: Counter[str] = Counter()  # requests by tenant
         self._renderers = FairThreads(config.render_threads, "flide-render")
         self._finisher = ThreadPoolExecutor(1, "flide-finish")
-        self._tiers = Tiers.of(config, pool, self.weights_hash, clock)
+        self._tiers = Tiers.of(config, pool, self._origin, clock)
         self._checkpoints = Checkpoints(
             pool, MarkPolicy(), config.keep_checkpoints, clock, self._tiers
         )

@@ -24,7 +24,7 @@ statuses.
         RoundFailed             the forward pass of this request failed
         PoolExhausted           a round needs more pages or slots than are free
         RoundTooLarge           a round has more rows or nodes than any bucket
-        CheckpointRefused       a checkpoint from elsewhere is damaged or of other weights
+        CheckpointRefused       a checkpoint from elsewhere is damaged or computed otherwise
       SetupError              the engine cannot start
         ConfigError             options contradict each other or the machine
         WeightsError            a checkpoint folder lacks tensors, or has unknown or misshapen ones

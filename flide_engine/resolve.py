@@ -2,6 +2,7 @@
 
 import logging
 import re
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -113,8 +114,30 @@ def resolve_threads(threads: int | None, device: torch.device, hidden: int) -> i
     return threads
 
 
-def stack_of(device: torch.device) -> str:
-    """What decides bits beside weights and kernels: torch's version, and the device."""
+def stack_of(
+    device: torch.device, dtype: torch.dtype, kernels: Kernels, deterministic: bool | None
+) -> str:
+    """What decides bits beside the weights: versions, the device, and how it computes.
+
+    deterministic: as configured.
+    """
+    parts = [f"flide-serve {_version('flide-serve')}", f"torch {torch.__version__}"]
     if device.type == "cuda":
-        return f"torch {torch.__version__}, {torch.cuda.get_device_name(device)}"
-    return f"torch {torch.__version__}, CPU with {torch.backends.cpu.get_cpu_capability()}"
+        parts += [f"CUDA {torch.version.cuda}", torch.cuda.get_device_name(device)]
+    else:
+        parts += [f"CPU with {torch.backends.cpu.get_cpu_capability()}"]
+    parts += [str(dtype).removeprefix("torch.")]
+    if kernels is REFERENCE:
+        parts += ["reference kernels"]
+    else:
+        parts += [f"triton {_version('triton')}"]
+        parts += ["not deterministic" if deterministic is False else "deterministic"]
+    return ", ".join(parts)
+
+
+def _version(package: str) -> str:
+    """Of a package; a source tree on the path has none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"

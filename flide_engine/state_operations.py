@@ -1,6 +1,6 @@
 """What callers of an engine may do with its states by name, from any thread."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from flide_engine.loop import RoundLoop
@@ -17,7 +17,7 @@ class StateOperations:
 
     _loop: RoundLoop
     _states: States
-    weights_hash: str
+    _origin: Mapping[str, str]  # what computes its states: weights and stack
 
     def states(self, tenant: str | None = "", name: str = "") -> list[StateInfo]:
         """What is remembered of a tenant's states, of one name or of all, longest first.
@@ -70,20 +70,20 @@ class StateOperations:
         return count
 
     def export_state(self, name: str = "", tenant: str = "") -> list[bytes]:
-        """A tenant's checkpoints, of one name or of all, for another process with these weights:
+        """A tenant's checkpoints, of one name or of all, for another process like this one:
         those on the device that values were read after, and were finite.
         """
         known = self._loop.call(lambda: self._states.known(tenant, name))
         # one by one: rounds run between the copies
         copied = (self._loop.call(partial(self._states.copied, *one)) for one in known)
-        return [self._states.write(c, self.weights_hash) for c in copied if c is not None]
+        return [self._states.write(c, self._origin) for c in copied if c is not None]
 
     def import_state(self, data: bytes) -> int:
         """Takes in an exported checkpoint: its tokens, or 0 if it was known.
 
         Raises CheckpointRefused, and PoolExhausted if no room can be made for it.
         """
-        parcel = self._states.read(data, self.weights_hash)  # here, as it holds up no round
+        parcel = self._states.read(data, self._origin)  # here, as it holds up no round
         return int(self._loop.call(lambda: self._states.adopt(parcel)))
 
     def leaves(self) -> list[Leaf]:
@@ -94,4 +94,4 @@ class StateOperations:
     def export_leaf(self, leaf: Leaf) -> bytes | None:
         """One of `leaves` for `import_state` elsewhere; None if it was evicted meanwhile."""
         parcel = self._loop.call(lambda: self._states.copied_leaf(leaf))
-        return None if parcel is None else self._states.write(parcel, self.weights_hash)
+        return None if parcel is None else self._states.write(parcel, self._origin)

@@ -4,7 +4,7 @@ Only the engine's thread uses it, but for what says so.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -149,13 +149,13 @@ class States:
             c = made
         return self.copied(c, leaf.name, leaf.anchor)
 
-    def write(self, parcel: Parcel, weights: str) -> bytes:
+    def write(self, parcel: Parcel, origin: Mapping[str, str]) -> bytes:
         """A parcel as bytes; any thread may ask."""
-        return write(parcel, self._pool, weights)
+        return write(parcel, self._pool, origin)
 
-    def read(self, data: bytes, weights: str) -> Parcel:
+    def read(self, data: bytes, origin: Mapping[str, str]) -> Parcel:
         """The checkpoint in some bytes; any thread may ask. Raises CheckpointRefused."""
-        return read(data, self._pool, weights)
+        return read(data, self._pool, origin)
 
     def adopt(self, parcel: Parcel) -> int:
         """Takes in a checkpoint from elsewhere: its tokens, or 0 if it was known already.
@@ -180,6 +180,7 @@ class States:
             parcel.tenant, parcel.tokens, keys, pages, int(slot[0]), used,
             parcel.name, parcel.anchor,
         )  # fmt: skip
+        self._kept.soundness.arrived(made, taken)
         self._pin_adopted(made, parcel)
         # pages of grains that are known already hold the same: those that came are not needed
         self._pool.pages.release(np.setdiff1d(pages, taken).astype(np.int32))

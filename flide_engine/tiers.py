@@ -6,7 +6,7 @@ beside the rounds; so is what comes back. Files are written by a thread.
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 
@@ -72,9 +72,11 @@ class Tiers:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, pool: Pool, weights: str, clock: Callable[[], float]
+        cls, config: EngineConfig, pool: Pool, origin: Mapping[str, str], clock: Callable[[], float]
     ) -> "Tiers | None":
-        """As configured; None without any. Raises ConfigError for a disk without host memory, and
+        """As configured; None without any. origin: what its states are computed with, by name.
+
+        Raises ConfigError for a disk without host memory, and
         for a folder that cannot be used.
         """
         if not config.host_bytes:
@@ -88,10 +90,10 @@ class Tiers:
         described = {**asdict(pool.shape), "dtype": str(pool.dtype)}
         if rounded:
             described["states"] = config.tier_state_dtype
-        layout = json.dumps(described, sort_keys=True)
-        folder = OwnFolder(config.disk_folder, f"{weights} {layout}")
+        made = {**origin, "layout": json.dumps(described, sort_keys=True)}
+        folder = OwnFolder(config.disk_folder, " ".join(made.values()))
         log.info("checkpoint files are in %s", folder.path)
-        return cls(host, DiskTier(folder.path, config.disk_bytes, weights, layout, clock), folder)
+        return cls(host, DiskTier(folder.path, config.disk_bytes, made, clock), folder)
 
     def copy(
         self, checkpoint: Checkpoint, tokens: Ints, keys: Sequence[bytes], pool: Pool, pages: Ints,

@@ -171,13 +171,13 @@ def test_memory_that_is_short_makes_rounds_smaller(
     engine.decide(ask("long enough to be remembered " * 8))
     assert engine.checkpoint_counts()["device"] > 0
     gate = Gate(engine, monkeypatch)
-    held, most = engine._loop._runner.start, 2
+    held, most, pool = engine._loop._runner.start, 2, engine._loop._runner._pool
 
     def short(jobs: list[Job], asked: Asked) -> Started:
         prompts = sum(len(job.forest.leaves) for job in jobs)
         if gate.open.is_set() and prompts > most:
             gate.rounds.append(-prompts)
-            raise PoolExhausted("pages", 1 << 20, 0, 1 << 20)
+            raise PoolExhausted("pages", pool.free + 1, pool.free, pool.units)
         return held(jobs, asked)
 
     monkeypatch.setattr(engine._loop._runner, "start", short)

@@ -1,5 +1,6 @@
 """Where a model comes from: nothing, a folder, or a hub name with a revision."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from flide_engine.errors import ConfigError
 from flide_engine.kernels import REFERENCE
-from flide_engine.resolve import EMBEDDED, locate, resolve_kernels
+from flide_engine.resolve import EMBEDDED, locate, resolve_kernels, stack_of
 from tests.checkpoints import save_checkpoint, tiny_config
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -71,3 +72,26 @@ def test_references_promise_no_bits() -> None:
         resolve_kernels("auto", cpu, True)
     with pytest.raises(ConfigError, match="no GPU is visible"):
         resolve_kernels("triton", cpu)
+
+
+def test_a_stack_tells_what_decides_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions, type, kernels, and whether rows depend on their company."""
+    cpu, triton = torch.device("cpu"), replace(REFERENCE)
+
+    def stacks() -> set[str]:
+        return {
+            stack_of(cpu, torch.float32, REFERENCE, None),
+            stack_of(cpu, torch.bfloat16, REFERENCE, None),
+            stack_of(cpu, torch.float32, triton, None),
+            stack_of(cpu, torch.float32, triton, False),
+        }
+
+    known = stacks()
+    assert len(known) == 4
+    assert stack_of(cpu, torch.float32, triton, True) in known
+    assert stack_of(cpu, torch.float32, REFERENCE, False) in known
+    monkeypatch.setattr("flide_engine.resolve.version", lambda package: "9.9")
+    assert not known & stacks()
+    monkeypatch.undo()
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    assert not known & stacks()

@@ -230,7 +230,11 @@ def test_a_long_state_at_fault_leaves_nothing_on_its_way_out(
 
         def crowded(jobs: list[Job]) -> None:
             given_up.append(len(engine._checkpoints.index))
-            engine._checkpoints.make_room(PoolExhausted("units", 1 << 20, 0, 1 << 20))
+            pool = engine._loop._runner._pool
+            while engine._checkpoints.make_room(
+                PoolExhausted("units", pool.free + 1, pool.free, pool.units)
+            ):
+                pass
 
         starting(engine, monkeypatch, crowded)
         with pytest.raises(NonFiniteOutput):

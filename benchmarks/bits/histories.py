@@ -133,7 +133,9 @@ class Histories:
 
         def give_up() -> None:
             needed = pool.free + tenths * (pool.units - pool.free) // 10
-            kept.make_room(PoolExhausted("units", needed, pool.free, pool.units))
+            more = True  # one by one: all of it may be more than can be given up
+            while pool.free < needed and more:
+                more = kept.make_room(PoolExhausted("units", pool.free + 1, pool.free, pool.units))
 
         self.engine._loop.call(give_up)
 

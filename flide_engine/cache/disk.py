@@ -2,16 +2,16 @@
 
 A file holds what a checkpoint adds to the one before it on disk: tokens and pages from there on,
 and its state. It is written under another name and renamed, so it is there whole or not at all; its
-name follows from weights, layout, tenant and prefix, so it is found without being opened. For whom
-it is kept may change, and then stands in a small file beside it. What is damaged, of other weights
-or of another layout is refused, reported and never used; it counts, and is the first to go.
+name follows from what it was made with, tenant and prefix, so it is found without being opened. For
+whom it is kept may change, and then stands in a small file beside it. What is damaged or was made
+otherwise is refused, reported and never used; it counts, and is the first to go.
 """
 
 import hashlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -49,17 +49,17 @@ class DiskTier:
     """
 
     def __init__(
-        self, folder: Path, budget: int, weights: str, layout: str, clock: Callable[[], float]
+        self, folder: Path, budget: int, made: Mapping[str, str], clock: Callable[[], float]
     ) -> None:
-        """budget: bytes of all files. weights, layout: what a file must have been made with.
+        """budget: bytes of all files. made: what a file must have been made with, by name.
 
         Looks at the folder's files, which must be this tier's alone, and removes what an
         interrupted process left behind and what is more than the budget.
         """
         self._folder, self.budget, self._clock = folder, budget, clock
-        self._made = {"format": FORMAT, "weights": weights, "layout": layout}
-        made = json.dumps(self._made, sort_keys=True)
-        self._digest = hashlib.blake2b(made.encode(), digest_size=16)  # names begin with it
+        self._made = {"format": FORMAT, **made}
+        digested = json.dumps(self._made, sort_keys=True).encode()
+        self._digest = hashlib.blake2b(digested, digest_size=16)  # names begin with it
         self._lock = threading.Lock()  # of what is known of files: never held while one is written
         self._folder_lock = threading.Lock()  # of which files are there; taken before the other
         self._files: dict[str, File] = {}
@@ -254,7 +254,7 @@ class DiskTier:
         first = name = self._name(tenant, keys[-1])
         stop = len(tokens)
         while stop:
-            found = self._read(name)
+            found = self._read(name, whole=state is None)  # of those before it, no state
             if found is None:
                 self._drop(first)
                 return None
@@ -296,7 +296,7 @@ class DiskTier:
             return None
         return header
 
-    def _read(self, name: str) -> tuple[dict[str, str], dict[str, Tensor]] | None:
+    def _read(self, name: str, whole: bool) -> tuple[dict[str, str], dict[str, Tensor]] | None:
         with self._lock:
             if (known := self._files.get(name)) is None:
                 return None
@@ -306,8 +306,8 @@ class DiskTier:
             self._drop(name)
             return None
         try:
-            return header, contents_of(path, header)
-        except (OSError, ValueError) as error:
+            return header, contents_of(path, header, whole)
+        except (OSError, ValueError, KeyError, TypeError) as error:
             self._refuse(name, str(error))
             return None
 

@@ -1,19 +1,19 @@
-"""A file of the disk tier: what its header says, how it is written whole, and its checksum."""
+"""A file of the disk tier: what its header says, how it is written whole, and its checksums."""
 
 import hashlib
 import json
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 
 from flide_engine.cache.names import Named, names_in
@@ -21,7 +21,9 @@ from flide_engine.layout.plan import Ints
 
 log = logging.getLogger(__name__)
 
-FORMAT, SUFFIX, NAMES = "flide-disk-2", ".checkpoint", ".names"
+FORMAT, SUFFIX, NAMES = "flide-disk-3", ".checkpoint", ".names"
+
+_MOST_HEADER = 1 << 20
 
 Reader = Callable[[int], tuple[Tensor, Tensor]]
 """A checkpoint's pages from some grain on [n, bytes] and its state [bytes], both uint8."""
@@ -60,8 +62,8 @@ def header_of(path: Path, made: dict[str, str]) -> tuple[dict[str, str], list[st
     """
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(min(size, 1 << 20)))["__metadata__"]
-    foreign = [what for what, ours in made.items() if header[what] != ours]
+        header: dict[str, Any] = json.loads(file.read(min(size, _MOST_HEADER)))["__metadata__"]
+    foreign = [k for k, ours in made.items() if k not in header or header[k] != ours]
     if not foreign:
         file_of(path, header, 0.0), int(header["start"])
     return header, foreign
@@ -111,30 +113,53 @@ def part_of(path: Path, data: bytes) -> Path:
 
 
 def packed(header: dict[str, str], tokens: Ints, pages: Tensor, state: Tensor) -> bytes:
-    """A file of these contents (Loaded), with a checksum of them and its header."""
+    """A file of these contents (Loaded), with a checksum of each and one of its header."""
     tensors = {
         "tokens": torch.from_numpy(tokens.astype(np.int32)),
         "pages": pages.contiguous(),
         "state": state.contiguous(),
     }
-    return bytes(save(tensors, metadata={**header, "checksum": _checksum(header, tensors)}))
+    sums = {n: _checksum(t.shape, t.view(torch.uint8).numpy().data) for n, t in tensors.items()}
+    whole = {**header, "sums": json.dumps(sums)}
+    return bytes(save(tensors, metadata={**whole, "checksum": _of_header(whole)}))
 
 
-def contents_of(path: Path, header: dict[str, str]) -> dict[str, Tensor]:
-    """What `packed` was given. Raises OSError, and ValueError if the checksum does not agree."""
-    try:
-        tensors: dict[str, Tensor] = load(path.read_bytes())
-    except SafetensorError as error:
-        raise ValueError(str(error)) from error
+def contents_of(path: Path, header: dict[str, str], whole: bool) -> dict[str, Tensor]:
+    """What `packed` was given, or without the state, which is not read then.
+
+    Raises OSError, and ValueError, KeyError or TypeError if a checksum does not agree.
+    """
     told = {k: v for k, v in header.items() if k != "checksum"}
-    if header.get("checksum") != _checksum(told, tensors):
+    if header.get("checksum") != _of_header(told):
         raise ValueError("the checksum does not agree")
-    return tensors
+    sums = json.loads(header["sums"])
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        places = json.loads(file.read(min(size, _MOST_HEADER)))
+        names = ("tokens", "pages", "state") if whole else ("tokens", "pages")
+        return {name: _tensor(file, 8 + size, name, places[name], sums[name]) for name in names}
 
 
-def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.blake2b(json.dumps(header, sort_keys=True).encode(), digest_size=16)
-    for name in sorted(tensors):
-        digest.update(name.encode() + b"\0")
-        digest.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
+def _tensor(
+    file: BufferedReader, after: int, name: str, place: dict[str, Any], checksum: str
+) -> Tensor:
+    """One of a file's tensors; after: bytes of its header. Raises ValueError."""
+    start, stop = place["data_offsets"]
+    there = 0 <= start < stop <= os.fstat(file.fileno()).st_size - after
+    data = bytearray(stop - start if there else 0)
+    file.seek(after + start if there else 0)
+    if file.readinto(data) < len(data) or checksum != _checksum(place["shape"], data):
+        raise ValueError(f"the checksum of its {name} does not agree")
+    kind = torch.int32 if name == "tokens" else torch.uint8
+    return torch.frombuffer(data, dtype=kind).reshape(place["shape"])
+
+
+def _checksum(shape: Iterable[int], data: memoryview | bytearray) -> str:
+    digest = hashlib.blake2b(json.dumps([*shape]).encode(), digest_size=16)
+    digest.update(data)
     return digest.hexdigest()
+
+
+def _of_header(header: dict[str, str]) -> str:
+    text = json.dumps(header, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

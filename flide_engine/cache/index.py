@@ -56,7 +56,7 @@ class Checkpoint(Named):
     last taken or resumed from. hits: how often it was resumed from. locks: by how many it is in
     use. coming: when its contents, or those of pages before it, are on the device; None if they
     are. A round that resumes from it joins that first. trusted: values were read after it, and were
-    finite; it may leave the device.
+    finite; it may leave the device. others: of its pages, those that others must answer for first.
     """
 
     tenant: str
@@ -69,6 +69,7 @@ class Checkpoint(Named):
     _node: "Node[Checkpoint] | None" = None
     _pages: Ints = field(default_factory=lambda: _NO_PAGES)
     trusted: bool = True
+    others: Ints = field(default_factory=lambda: _NO_PAGES)
     _before: "Checkpoint | None" = None
     _after: "set[Checkpoint]" = field(default_factory=set)
     _continued: bool = False

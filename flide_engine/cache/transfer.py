@@ -1,13 +1,13 @@
-"""A checkpoint as bytes, for another process with the same weights: safetensors, checked before
-use.
+"""A checkpoint as bytes, for another process that computes alike: safetensors, checked before use.
 
 The bytes hold the prefix's tokens, its pages, its recurrent and convolution states as they are, and
-in the header what they belong to. Nothing of them is used unless weights, layout and checksum
-agree.
+in the header what they belong to. Nothing of them is used unless weights, stack, layout and
+checksum agree.
 """
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -20,7 +20,7 @@ from flide_engine.config import GRAIN
 from flide_engine.errors import CheckpointRefused
 from flide_engine.layout.plan import Ints
 
-FORMAT = "flide-checkpoint-1"
+FORMAT = "flide-checkpoint-2"
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,14 @@ def take_out(
     return Parcel(tenant, name, anchor, tokens.copy(), copied, pinned, max(unused_s, 0.0))
 
 
-def write(parcel: Parcel, pool: Pool, weights: str) -> bytes:
-    """A parcel's bytes. pool: of its layout. weights: hash of the weights it was computed with.
+def write(parcel: Parcel, pool: Pool, origin: Mapping[str, str]) -> bytes:
+    """A parcel's bytes. pool: of its layout. origin: what it was computed with, by name.
 
     Hashing and copying hundreds of megabytes takes a good part of a second: any thread may do it.
     """
     tensors = {**parcel.tensors, "tokens": torch.from_numpy(parcel.tokens)}
     header = {
-        "format": FORMAT,
-        "weights": weights,
-        "layout": _layout(pool),
+        **_made(pool, origin),
         "tenant": parcel.tenant,
         "name": parcel.name,
         "anchor": parcel.anchor,
@@ -85,7 +83,7 @@ def write(parcel: Parcel, pool: Pool, weights: str) -> bytes:
     return bytes(save(tensors, metadata=header))
 
 
-def read(data: bytes, pool: Pool, weights: str) -> Parcel:
+def read(data: bytes, pool: Pool, origin: Mapping[str, str]) -> Parcel:
     """The checkpoint in some bytes. Raises CheckpointRefused, naming what does not agree."""
     try:
         size = int.from_bytes(data[:8], "little")
@@ -95,8 +93,7 @@ def read(data: bytes, pool: Pool, weights: str) -> Parcel:
         raise CheckpointRefused(
             "it is not a checkpoint", f"{type(error).__name__}: {error}"
         ) from None
-    expected = {"format": FORMAT, "weights": weights, "layout": _layout(pool)}
-    for what, ours in expected.items():
+    for what, ours in _made(pool, origin).items():
         if header.get(what) != ours:
             raise CheckpointRefused(f"its {what} differ", f"{header.get(what)!r}, here {ours!r}")
     if header.get("checksum") != _checksum(tensors):
@@ -142,9 +139,10 @@ def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def _layout(pool: Pool) -> str:
-    """What the tensors' shapes and types follow from."""
-    return json.dumps({**asdict(pool.shape), "dtype": str(pool.dtype)}, sort_keys=True)
+def _made(pool: Pool, origin: Mapping[str, str]) -> dict[str, str]:
+    """What must agree; layout: what the tensors' shapes and types follow from."""
+    layout = json.dumps({**asdict(pool.shape), "dtype": str(pool.dtype)}, sort_keys=True)
+    return {"format": FORMAT, **origin, "layout": layout}
 
 
 def _checksum(tensors: dict[str, Tensor]) -> str:

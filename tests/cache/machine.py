@@ -19,6 +19,7 @@ from flide_engine.work import RequestWork
 from tests.cache.late_copies import LateCopies
 
 SHAPE = StateShape(1, 1, 4, 1, 1, 4, 4, 12, 3)
+ORIGIN = {"weights": "w", "stack": "s"}
 
 
 class Machine:
@@ -37,7 +38,7 @@ class Machine:
         config = EngineConfig(
             host_bytes=host_rows * 4096, disk_folder=folder, disk_bytes=200_000_000
         )
-        tiers = Tiers.of(config, self.pool, "weights", self.clock)
+        tiers = Tiers.of(config, self.pool, ORIGIN, self.clock)
         assert tiers is not None
         self.tiers = tiers
         self.checkpoints = Checkpoints(self.pool, MarkPolicy(), True, self.clock, self.tiers)

@@ -55,7 +55,7 @@ def test_a_smaller_budget_holds_from_the_start(tmp_path: Path) -> None:
     assert len(again) == 2
 
 
-@pytest.mark.parametrize("at", [5, -3])
+@pytest.mark.parametrize("at", [5, -43], ids=["header", "pages"])
 def test_what_was_refused_counts_and_goes_first(tmp_path: Path, at: int) -> None:
     """Until it does it lies there for whoever wants to look; a good file may take its name."""
     disk = disk_of(tmp_path)

@@ -12,7 +12,8 @@ from flide_engine.cache.index import Checkpoint
 from flide_engine.cache.transfer import _checksum, read
 from flide_engine.errors import CheckpointRefused, PoolExhausted
 from flide_engine.states import States
-from tests.cache.machine import Machine, mark
+from tests.cache.late_copies import LateCopies
+from tests.cache.machine import ORIGIN, Machine, mark
 
 TEXT = np.arange(4 * 64, dtype=np.int32)
 
@@ -51,9 +52,9 @@ def test_a_copy_that_the_device_has_got_meanwhile_takes_nothing(tmp_path: Path) 
     (here,) = machine.checkpoints.index
     used = here.used
     parcel = states.copied_leaf(leaf)
-    data = parcel and states.write(parcel, "weights")
+    data = parcel and states.write(parcel, ORIGIN)
     assert data is not None
-    assert read(data, machine.pool, "weights").position == len(TEXT)
+    assert read(data, machine.pool, ORIGIN).position == len(TEXT)
     assert list(machine.checkpoints.index) == [here]
     assert here.used == used
     assert_balanced(machine)
@@ -80,9 +81,16 @@ def test_a_copy_that_cannot_be_made_keeps_nothing_locked(
     assert_balanced(machine)
 
 
+def more_than(machine: Machine, units: int) -> PoolExhausted:
+    """A round that lacks so many units."""
+    pool = machine.pool
+    return PoolExhausted("units", pool.free + units, pool.free, pool.units)
+
+
 def full(machine: Machine) -> None:
     """The device gives up every checkpoint that is not in use."""
-    machine.checkpoints.make_room(PoolExhausted("units", 1 << 20, 0, 1 << 20))
+    while machine.checkpoints.make_room(more_than(machine, 1)):
+        pass
     machine.tiers.settle(copies=True, writes=True)
 
 
@@ -172,6 +180,41 @@ def test_what_is_forgotten_while_it_is_in_use_keeps_its_pages(tmp_path: Path) ->
     assert_balanced(machine)
 
 
+def test_what_cannot_be_met_gives_up_nothing(tmp_path: Path) -> None:
+    """A round that does not fit beside what is in use, pinned, or held by a long request."""
+    machine = Machine(tmp_path, 60, 60)
+    checkpoints, pool = machine.checkpoints, machine.pool
+    for i in range(6):
+        machine.run(machine.ask(TEXT + 1000 * i, f"run {i}"))
+    locked, pinned, held, *_ = checkpoints.index
+    each = len(TEXT) // 64 + pool.slot_units
+    locked.locks += 1
+    pinned.pinned = True
+    pool.slots.retain(np.array([held.slot], np.int32))
+    pool.pages.retain(checkpoints.index.pages_of(held))
+    assert not checkpoints.make_room(more_than(machine, 3 * each + 1))
+    assert len(checkpoints.index) == 6
+    assert checkpoints.make_room(more_than(machine, 3 * each))
+    assert {locked, pinned} <= set(checkpoints.index)
+    machine.tiers.close()
+
+
+def test_room_waits_for_what_is_being_copied(tmp_path: Path) -> None:
+    """A copy locks its checkpoint, also one that is forgotten meanwhile."""
+    machine = Machine(tmp_path, 20, 60, late=LateCopies())
+    work = machine.ask(TEXT, "run")
+    machine.run(work)
+    machine.checkpoints.copy_some(1 << 20)
+    (checkpoint,) = machine.checkpoints.index
+    assert checkpoint.locks
+    work.suspect = checkpoint
+    machine.checkpoints.trust(work)
+    assert not machine.checkpoints.index
+    assert machine.checkpoints.make_room(more_than(machine, len(TEXT) // 64))
+    assert machine.pool.free == machine.pool.units
+    machine.tiers.close()
+
+
 def test_what_nothing_was_read_after_is_handed_to_nobody(tmp_path: Path) -> None:
     """Another engine would take it for sound: it gets the longest that is, and nothing else, also
     of what a state was before it was rewritten.
@@ -201,7 +244,7 @@ def parcel_of(machine: Machine) -> bytes:
     states = states_of(machine)
     (leaf,) = states.leaves()
     parcel = states.copied_leaf(leaf)
-    data = parcel and states.write(parcel, "weights")
+    data = parcel and states.write(parcel, ORIGIN)
     assert data is not None
     machine.checkpoints.drop_all()
     return data
@@ -212,7 +255,7 @@ def test_a_parcel_that_cannot_be_put_in_takes_nothing(
 ) -> None:
     """As when the device fails."""
     machine, _ = machine_with_a_copy(tmp_path)
-    parcel = read(parcel_of(machine), machine.pool, "weights")
+    parcel = read(parcel_of(machine), machine.pool, ORIGIN)
 
     def broken(*_: object) -> None:
         raise RuntimeError("injected")
@@ -240,7 +283,7 @@ def test_a_parcel_of_other_tensors_is_refused(tmp_path: Path, name: str, change:
     else:
         tensors[name] = tensors[name].to(torch.float64)
     with pytest.raises(CheckpointRefused, match="it is damaged"):
-        read(packed(data, tensors), machine.pool, "weights")
+        read(packed(data, tensors), machine.pool, ORIGIN)
     assert_balanced(machine)
 
 

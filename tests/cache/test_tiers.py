@@ -139,9 +139,12 @@ def test_a_full_host_gives_up_what_is_not_locked() -> None:
         HostTier(pool, 5000, clock=lambda: 0.0)
 
 
-def disk_of(folder: Path, weights: str = "w1", budget: int = 1 << 30) -> DiskTier:
+def disk_of(
+    folder: Path, weights: str = "w1", budget: int = 1 << 30, stack: str = "s1"
+) -> DiskTier:
     """A disk tier."""
-    return DiskTier(folder, budget, weights, "layout", clock=iter(range(10**6)).__next__)
+    made = {"weights": weights, "stack": stack, "layout": "layout"}
+    return DiskTier(folder, budget, made, clock=iter(range(10**6)).__next__)
 
 
 def saved(disk: DiskTier, grains: int, seed: int = 0, name: str = "s") -> torch.Tensor:
@@ -175,15 +178,47 @@ def test_disk_outlives_the_process_and_writes_what_is_new_only(tmp_path: Path) -
     assert sum(f.size for f in again.of("t", "s")) == again.bytes_held
 
 
-@pytest.mark.parametrize("at", [5, 300, -3])
-def test_damage_is_refused_and_so_is_what_follows_from_it(tmp_path: Path, at: int) -> None:
-    """A flipped bit anywhere: neither the file nor one that continues it is used."""
+def test_of_what_a_file_continues_no_state_is_read(tmp_path: Path) -> None:
+    """A history of many steps is read once, not with the state of each step; that of an earlier one
+    is looked at when it is asked for.
+    """
+    disk = disk_of(tmp_path)
+    saved(disk, 4)
+    path = next(tmp_path.iterdir())
+    pages = saved(disk, 5)
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+    again, tokens = disk_of(tmp_path), text(5)
+    keys = grain_keys(tokens)
+    loaded = again.load("t", keys, tokens)
+    assert loaded is not None
+    assert torch.equal(loaded.pages, pages)
+    assert loaded.state.tolist() == [5] * 40
+    assert again.load("t", keys[:4], tokens[:256]) is None
+    assert again.refused == 1
+    assert again.longest("t", keys, 10**6) == 0
+
+
+@pytest.mark.parametrize("at", ["length", "header", "places", "tokens", "pages", "end"])
+def test_damage_is_refused_and_so_is_what_follows_from_it(tmp_path: Path, at: str) -> None:
+    """A flipped bit before its state, or a missing end: neither the file nor one that continues it
+    is used.
+    """
     disk = disk_of(tmp_path)
     saved(disk, 4)
     path = next(tmp_path.iterdir())
     saved(disk, 5)
     data = bytearray(path.read_bytes())
-    data[at] ^= 4
+    begin = 8 + int.from_bytes(data[:8], "little")
+    places = {
+        "length": 5, "header": 300, "places": data.index(b"data_offsets") + 15,
+        "tokens": begin + 9, "pages": begin + 256 * 4 + 9, "end": 0,
+    }  # fmt: skip
+    if at == "end":
+        del data[begin + 256 * 4 + 9 :]
+    else:
+        data[places[at]] ^= 4
     path.write_bytes(data)
     again = disk_of(tmp_path)
     tokens = text(5)
@@ -204,6 +239,27 @@ def test_other_weights_other_tokens_and_torn_writes(tmp_path: Path) -> None:
     other = text(4).copy()
     other[70] += 1
     assert ours.load("t", grain_keys(text(4)), other) is None
+
+
+@pytest.mark.parametrize("other", ["stack", "format"])
+def test_what_was_computed_otherwise_is_foreign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, other: str
+) -> None:
+    """Of another version or card, or of before files told that."""
+    if other == "stack":
+        saved(disk_of(tmp_path, stack="s0"), 4)
+    else:
+        monkeypatch.setattr("flide_engine.cache.disk.FORMAT", "flide-disk-2")
+        old = {"weights": "w1", "layout": "layout"}
+        saved(DiskTier(tmp_path, 1 << 30, old, clock=iter(range(10**6)).__next__), 4)
+        monkeypatch.undo()
+    disk = disk_of(tmp_path)
+    tokens = text(4)
+    assert disk.longest("t", grain_keys(tokens), 10**6) == 0
+    assert disk.load("t", grain_keys(tokens), tokens) is None
+    assert disk.refused == 1
+    assert disk.bytes_held > 0
+    assert f"its {'stack' if other == 'stack' else 'format, stack'} differ" in caplog.text
 
 
 def test_the_budget_removes_ends_of_chains_first_and_forgetting_removes_all(tmp_path: Path) -> None:

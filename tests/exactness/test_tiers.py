@@ -8,7 +8,7 @@ import pytest
 from flide_engine.cache.names import MOST_BRANCHES
 from flide_engine.config import EngineConfig
 from flide_engine.engine import Engine
-from flide_engine.errors import TooManyBranches, TooMuchPinned
+from flide_engine.errors import CheckpointRefused, TooManyBranches, TooMuchPinned
 from tests.cache.late_copies import LateCopies
 from tests.engines import submit_together
 
@@ -71,6 +71,33 @@ def test_what_leaves_the_device_comes_back_from_the_host(checkpoint: Path, plain
         engine.close()
     held = engine.accounting()
     assert held.slot_bytes_held + held.page_bytes_held <= held.bytes_total
+
+
+def test_states_of_another_version_are_computed_anew(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bits may be others: its files and what it exports are refused."""
+    request = ask(1, 40)
+    files = config(checkpoint, disk_folder=tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("flide_engine.resolve.version", lambda package: "0.0.9")
+        before = Engine(files)
+        probability(before, request, "a")
+        (data, *_) = before.export_state("a")
+        before.close()
+    assert files_in(tmp_path)
+    engine = Engine(files)
+    try:
+        with pytest.raises(CheckpointRefused, match="its stack differ"):
+            engine.import_state(data)
+        assert engine.submit(request).result(60).usage.x_reused_tokens == 0
+    finally:
+        engine.close()
+    again = Engine(files)
+    try:
+        assert again.submit(request).result(60).usage.x_reused_tokens > 0
+    finally:
+        again.close()
 
 
 def only_on_the_host(engine: Engine) -> None:
