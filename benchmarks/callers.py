@@ -6,7 +6,8 @@ Ray is imported where it is used: after `benchmarks.fleet.cluster`, which makes 
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
@@ -82,10 +83,13 @@ class Caller:
         return ask
 
 
-def run_callers(
-    bodies: Sequence[bytes], url: str, clients: int, seconds: float, processes: int
-) -> list[tuple[float, float, Answer]]:
-    """The spans of all clients, which so many processes share."""
+@contextmanager
+def warm_callers(
+    bodies: Sequence[bytes], url: str, clients: int, processes: int
+) -> Iterator[Callable[[float], list[tuple[float, float, Answer]]]]:
+    """A loop of clients that have asked for half a second, one a process: from seconds to the spans
+    of all clients, which so many processes share.
+    """
     import ray
 
     shares = [clients // processes + (i < clients % processes) for i in range(processes)]
@@ -93,10 +97,13 @@ def run_callers(
     callers = [actor.remote(bodies[i::processes], url) for i, n in enumerate(shares) if n]
     try:
         ray.get([caller.run.remote(1, 0.5) for caller in callers])  # connections, code, pages
-        told = ray.get(
-            [c.run.remote(n, seconds) for c, n in zip(callers, filter(None, shares), strict=True)]
-        )
+        each = list(zip(callers, filter(None, shares), strict=True))
+
+        def run(seconds: float) -> list[tuple[float, float, Answer]]:
+            told = ray.get([caller.run.remote(n, seconds) for caller, n in each])
+            return [span for spans in told for span in spans]
+
+        yield run
     finally:
         for caller in callers:
             ray.kill(caller)
-    return [span for spans in told for span in spans]

@@ -15,8 +15,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,9 @@ STAGES = ("decode", "render", "tokenize", "queue", "pack", "device", "finish")
 
 Spans = list[tuple[float, float, dict[str, Any]]]
 """(seconds from the start, milliseconds, stages and tokens) of each answer."""
+
+Loop = AbstractContextManager[Callable[[float], Spans]]
+"""A closed loop that is warm once it is entered: from its seconds to spans."""
 
 
 def bodies(work: str, folder: Path) -> list[bytes]:
@@ -107,22 +112,29 @@ def in_process(engine: Any, asked: Sequence[bytes], clients: int, seconds: float
 
 
 def row_of(spans: Spans, seconds: float, head: Row, cpu: dict[str, float]) -> Row:
-    """A row of the results. cpu: seconds that each part used."""
-    counted = [s for s in spans if WARM_UP * seconds <= s[0] < seconds]
-    ordered = sorted(ms for _, ms, _ in counted)
+    """A row of the results. cpu: seconds that each part used for all spans.
+
+    The rate counts what is answered between warm-up and end. Latencies and stages are of all
+    (`timed`) that is asked between them, whenever it is answered: the longest ends last.
+    """
+    first = WARM_UP * seconds
+    timed = [s for s in spans if s[0] - s[1] / 1000 >= first]
     found: Row = dict(head)
-    found |= _percentiles("", ordered)
-    found["rps"] = round(len(counted) / (seconds * (1 - WARM_UP)), 1)
-    found["input_tokens"] = round(statistics.mean(told["tokens"] for _, _, told in counted))
+    found |= _percentiles("", sorted(ms for _, ms, _ in timed))
+    found["timed"] = len(timed)
+    found["rps"] = round(sum(first <= end < seconds for end, _, _ in spans) / (seconds - first), 1)
+    found["input_tokens"] = round(statistics.mean(told["tokens"] for _, _, told in spans))
     for stage in STAGES:
-        times = sorted(told[stage] for _, _, told in counted if stage in told)
-        found |= _percentiles(f"{stage}_", times) if times else {}
+        times = sorted(told[stage] for _, _, told in timed if stage in told)
+        found |= _percentiles(f"{stage}_", times)
     for part, used in cpu.items():
         found[f"{part}_cpu_ms"] = round(1000 * used / max(1, len(spans)), 3)
     return found
 
 
 def _percentiles(prefix: str, ordered: Sequence[float]) -> Row:
+    if not ordered:
+        return {}
     middle, high = (ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.99))
     return {f"{prefix}p50_ms": round(middle, 3), f"{prefix}p99_ms": round(high, 3)}
 
@@ -137,10 +149,8 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
 
     others = None if mode == "engine" else running_now()
 
-    def measured(run: Any, work: str, clients: int) -> None:
-        asked, before = bodies(work, folder), _cpu(others)
-        spans = run(asked, clients, args.seconds)
-        used = {part: seconds - before.get(part, 0.0) for part, seconds in _cpu(others).items()}
+    def measured(loop: Loop, work: str, clients: int) -> None:
+        spans, used = with_cpu(loop, args.seconds, lambda: _cpu(others))
         row = row_of(spans, args.seconds, {**head, "work": work, "clients": clients}, used)
         print(MARK + json.dumps(row), flush=True)
 
@@ -151,10 +161,11 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
 
         made = Engine(EngineConfig.model_validate(engine))
         for work, clients in plan:
-            measured(lambda *how: in_process(made, *how), work, clients)
+            how = (made, bodies(work, folder), clients)
+            measured(nullcontext(partial(in_process, *how)), work, clients)
         made.close()
         return
-    from benchmarks.callers import a_node, run_callers
+    from benchmarks.callers import a_node, warm_callers
     from benchmarks.fleet.cluster import running
     from deployments.config import AppArgs
 
@@ -163,10 +174,20 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         url = "" if mode == "handle" else fleet.url
         for work, clients in plan:
-            measured(
-                lambda asked, n, s: run_callers(asked, url, n, s, min(n, args.callers)),
-                work, clients,
-            )  # fmt: skip
+            asked, shared_by = bodies(work, folder), min(clients, args.callers)
+            measured(warm_callers(asked, url, clients, shared_by), work, clients)
+
+
+def with_cpu(
+    loop: Loop, seconds: float, used: Callable[[], dict[str, float]]
+) -> tuple[Spans, dict[str, float]]:
+    """What a loop gives in so many seconds, and processor seconds by part until its last answer:
+    those of requests that warm it up, which are no spans, come before. used: until now.
+    """
+    with loop as run:
+        before = used()
+        spans = run(seconds)
+        return spans, {part: until - before.get(part, 0.0) for part, until in used().items()}
 
 
 def _cpu(others: frozenset[int] | None) -> dict[str, float]:

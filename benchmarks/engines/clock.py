@@ -65,9 +65,11 @@ def closed_loop(
 ) -> dict[str, Any]:
     """Clients that ask again as soon as they are answered; the first tenth is warm-up.
 
-    requests: sent in turn, over and over. Counted is what is answered between warm-up and stop.
+    requests: sent in turn, over and over. The rate counts what is answered between warm-up and
+    stop. Latencies are of all (`timed`) that is asked between them, whenever it is answered, or the
+    longest would be left out; None if nothing is.
     """
-    spans: list[float] = []
+    spans: list[tuple[float, float]] = []  # asked, answered
     turn = iter(range(10**9))
     began = time.perf_counter()
     first, stop = began + seconds / 10, began + seconds
@@ -75,17 +77,18 @@ def closed_loop(
     def client() -> None:
         while (asked := time.perf_counter()) < stop:
             submit(requests[next(turn) % len(requests)]).result()
-            if first <= (answered := time.perf_counter()) < stop:
-                spans.append(1000 * (answered - asked))
+            spans.append((asked, time.perf_counter()))
 
     threads = [threading.Thread(target=client) for _ in range(clients)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    spans.sort()
+    ms = sorted(1000 * (answered - asked) for asked, answered in spans if asked >= first)
+    in_time = sum(first <= answered < stop for _, answered in spans)
     return {
-        "rps": round(len(spans) / (stop - first), 1),
-        "p50_ms": round(statistics.median(spans), 2),
-        "p99_ms": round(spans[int(0.99 * len(spans))], 2),
+        "rps": round(in_time / (stop - first), 1),
+        "timed": len(ms),
+        "p50_ms": round(statistics.median(ms), 2) if ms else None,
+        "p99_ms": round(ms[int(0.99 * len(ms))], 2) if ms else None,
     }

@@ -82,18 +82,22 @@ def loops(fleet: Fleet, plan: Plan, way: str, processes: int, gpus: int) -> list
 
 
 def row_of(samples: Sequence[Sample], warm_up_s: float, seconds: float) -> Row:
-    """What was answered between the warm-up and the end of a level; failures of all of it."""
+    """Counts of what was answered between the warm-up and the end of a level; latencies of all
+    (`timed`) that was due between them, whenever it was answered; failures of the whole level.
+    """
     counted = [s for s in samples if warm_up_s <= s.done < seconds and not s.reply.error]
     failed = [s.reply.error for s in samples if s.reply.error]
     for line in failed[:5]:
         print("failed:", line, flush=True)
-    ms = sorted(s.latency_ms for s in counted)
+    timed = [s for s in samples if s.due >= warm_up_s and not s.reply.error]
+    ms = sorted(s.latency_ms for s in timed)
     asked = sum(s.reply.usage["input_tokens"] for s in counted)
     reused = sum(s.reply.usage["x_reused_tokens"] for s in counted)
     return {
         "requests": len(counted),
         "failed": len(failed),
         "requests_per_s": round(len(counted) / (seconds - warm_up_s), 1),
+        "timed": len(timed),
         "p50_ms": round(percentile(ms, 0.5), 1) if ms else None,
         "p99_ms": round(percentile(ms, 0.99), 1) if ms else None,
         "reuse_share": round(reused / asked, 4) if asked else None,

@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from benchmarks.agents import bytes_kept, loops, spread, steps
 from benchmarks.engine import ABLATED, ABLATIONS, sides_of
 from benchmarks.engines import ablations
 from benchmarks.engines.agents import ASKS, GROWS
+from benchmarks.engines.clock import closed_loop
 from benchmarks.engines.ours import Ours, start
 from benchmarks.kernel_costs import KERNELS, OPERATIONS
 from benchmarks.kernels import recorded, rows_of, timed
@@ -86,6 +89,27 @@ def test_rows_of_agents(keeping: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     assert rows[0]["bytes_a_step"] == pytest.approx(rows[0]["distinct_bytes"], rel=0.05)
     assert spread([3.0, 1.0, 2.0]) == {"p50_ms": 2.0, "p90_ms": 3.0, "p99_ms": 3.0}
+
+
+def test_a_closed_loop_times_all_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock of its own: one client, ten seconds of which the first is warm-up. Answers in that
+    time make the rate; what is asked in it makes the latencies, and the last one is the longest.
+    """
+    now, takes = [0.0], iter([0.5, 1.0, 2.0, 2.0, 30.0])
+
+    def submit(asked: str) -> "Future[str]":
+        now[0] += next(takes)
+        done: Future[str] = Future()
+        done.set_result(asked)
+        return done
+
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr("benchmarks.engines.clock.time", clock)
+    found = closed_loop(submit, ["a"], 1, 10.0)
+    assert found == {"rps": 0.3, "timed": 3, "p50_ms": 2000.0, "p99_ms": 30_000.0}
+    takes = iter([100.0])
+    now[0] = 0.0
+    assert closed_loop(submit, ["a"], 1, 10.0)["p50_ms"] is None
 
 
 def test_ablations(ours: Ours) -> None:

@@ -168,17 +168,19 @@ def sample(done: float, ms: float = 10.0, error: str = "") -> Sample:
 
 
 def test_a_level_counts_what_is_answered_after_its_warm_up() -> None:
-    """And before its end; failures always."""
+    """And before its end, and times what is asked between them; failures always."""
     samples = [
         sample(0.5, 900),
         sample(2.0, 10),
         sample(3.0, 30),
-        sample(5.5),
+        sample(1.5, 900),
+        sample(9.5, 5000),
         sample(0.1, error="5"),
     ]
     row = row_of(samples, 1.0, 5.0)
-    assert (row["requests"], row["failed"], row["requests_per_s"]) == (2, 1, 0.5)
-    assert (row["p50_ms"], row["p99_ms"], row["reuse_share"]) == (10.0, 30.0, 0.75)
+    assert (row["requests"], row["failed"], row["requests_per_s"]) == (3, 1, 0.8)
+    assert (row["timed"], row["reuse_share"]) == (3, 0.75)
+    assert (row["p50_ms"], row["p99_ms"]) == (30.0, 5000.0)
     assert row_of([], 1.0, 5.0)["p99_ms"] is None
     before: Any = {"a": {"busy_seconds": 1.0}}
     after: Any = {"a": {"busy_seconds": 2.0}, "b": {"busy_seconds": 3.0}}
