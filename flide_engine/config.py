@@ -96,7 +96,9 @@ class EngineConfig(BaseModel):
         30.0, gt=0, description="Seconds after which batch work that waits counts as interactive."
     )
     tenant_weights: dict[str, float] = Field(
-        {}, description="Shares of tenants (names, or hashes of keys) where several wait; others 1."
+        {},
+        description="Shares of tenants (names, or hashes of keys) where several wait, and of pins;"
+        " others 1.",
     )
     max_waiting_requests: int = Field(
         4096,
@@ -125,7 +127,8 @@ class EngineConfig(BaseModel):
         ge=0,
         le=1,
         description="Part of the pool, of host_bytes and of disk_bytes that callers may keep from"
-        " eviction by pins and snapshots.",
+        " eviction by pins and snapshots; a tenant at most w/(w+1) of what others leave of it, w"
+        " being its weight.",
     )
     host_bytes: int = Field(
         0, ge=0, description="Host memory for copies of checkpoints; 0: none are made."

@@ -115,8 +115,9 @@ class Engine(StateOperations):
             pool, MarkPolicy(), config.keep_checkpoints, clock, self._tiers
         )
         self._states = States(
-            self._checkpoints, pool, self._tiers, clock, config.pin_share, memory.least
-        )
+            self._checkpoints, pool, self._tiers, clock, config.pin_share, memory.least,
+            config.tenant_weights,
+        )  # fmt: skip
         runner = Runner(executor, pool, config.fork)
         self._loop = RoundLoop(
             runner,

@@ -158,7 +158,7 @@ class UnknownState(RequestError):
 
 
 class TooMuchPinned(RequestError):
-    """More would be kept from eviction than one engine lets its callers keep."""
+    """More would be kept from eviction than one engine lets a tenant keep."""
 
     def __init__(self, name: str, count: int, kind: str, limit: int, option: str) -> None:
         super().__init__(name, count, kind, limit, option)
@@ -167,8 +167,9 @@ class TooMuchPinned(RequestError):
 
     def __str__(self) -> str:
         return (
-            f"with state {self.name!r} pinned, {self.count} {self.kind} would be kept from"
-            f" eviction; the limit is {self.limit} ({self.option}). Unpin others first."
+            f"with state {self.name!r} pinned, {self.count} {self.kind} of its tenant would be kept"
+            f" from eviction; it may keep {self.limit} now ({self.option}). Unpin others of its"
+            " own first."
         )
 
 

@@ -67,13 +67,15 @@ class States:
         clock: Callable[[], float],
         pin_share: float,
         least_units: int,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         """pin_share: part of a tier that may be kept from eviction. least_units: what of the pool
-        must not be, or a request could find no room.
+        must not be, or a request could find no room. weights: of tenants, 1 unless named.
         """
         self._kept, self._index = checkpoints, checkpoints.index
         self._pool, self._tiers, self._clock = pool, tiers, clock
         self._pin_share, self._least_units = pin_share, least_units
+        self._weights = weights or {}
 
     def known(self, tenant: str, name: str) -> list[tuple[Checkpoint, str, str]]:
         """A tenant's checkpoints, of one name or of all, longest first; with each, a name it goes
@@ -192,7 +194,7 @@ class States:
         if not parcel.pinned:
             return
         try:
-            self._check_share(parcel.name, [(self._index, checkpoint)], [])
+            self._check_share(parcel.tenant, parcel.name, [(self._index, checkpoint)], [])
         except TooMuchPinned as error:
             log.warning("a pin is not taken over: %s", error)
         else:
@@ -316,7 +318,7 @@ class States:
         ]
         files = [f for f in self._files(tenant, name) if position in (None, f.position)]
         if pinned:
-            self._check_share(name, memory, files)
+            self._check_share(tenant, name, memory, files)
         for _, checkpoint in memory:
             checkpoint.pinned = pinned
         if self._tiers is not None and self._tiers.disk is not None:
@@ -324,24 +326,47 @@ class States:
         return len(memory) + len(files)
 
     def _check_share(
-        self, name: str, memory: list[tuple[PrefixIndex, Checkpoint]], files: list[File]
+        self,
+        tenant: str,
+        name: str,
+        memory: list[tuple[PrefixIndex, Checkpoint]],
+        files: list[File],
     ) -> None:
-        """Raises TooMuchPinned if a tier would keep too much with these, too."""
+        """Raises TooMuchPinned if these would make a tier keep too much of a tenant's."""
 
-        def pinned(index: PrefixIndex) -> set[Checkpoint]:
-            return {c for c in index if c.pinned} | {c for i, c in memory if i is index}
+        def pinned(index: PrefixIndex) -> tuple[set[Checkpoint], set[Checkpoint]]:
+            """(The tenant's, if these add to them, those of others)."""
+            found = {c for c in index if c.pinned}
+            others = {c for c in found if c.tenant != tenant}
+            more = {c for i, c in memory if i is index} - found
+            return (found - others) | more if more else set(), others
 
-        here = pinned(self._index)
-        used = {page for c in here for page in self._index.pages_of(c).tolist()}
-        units = len(used) + self._pool.slot_units * len(here)
+        own, others = pinned(self._index)
         share, total = self._pin_share, self._pool.units
-        kept = [("pages", units, min(share * total, total - self._least_units))]
+        most = min(share * total, total - self._least_units)
+        kept = [("pages", self._units_of(own), self._units_of(others), most)]
         if self._tiers is not None:
             host, disk = self._tiers.host, self._tiers.disk
-            held = host.bytes_of(pinned(host.index))
-            kept.append(("bytes of host memory", held, share * host.bytes_total))
-            if disk is not None:
-                kept.append(("bytes on disk", disk.bytes_with(files), share * disk.budget))
-        for kind, count, limit in kept:
-            if count > limit:
-                raise TooMuchPinned(name, count, kind, int(limit), "pin_share")
+            mine, theirs = map(host.bytes_of, pinned(host.index))
+            kept.append(("bytes of host memory", mine, theirs, share * host.bytes_total))
+            if disk is not None and not all(f.pinned for f in files):
+                written = disk.pinned_with(files)
+                mine = sum(f.size for f in written if f.tenant == tenant)
+                theirs = sum(f.size for f in written) - mine
+                kept.append(("bytes on disk", mine, theirs, share * disk.budget))
+        for kind, mine, theirs, most in kept:
+            limit = self._part(tenant) * max(0.0, most - theirs)
+            if mine > limit:
+                raise TooMuchPinned(name, mine, kind, int(limit), "pin_share")
+
+    def _units_of(self, checkpoints: set[Checkpoint]) -> int:
+        """Of the pool, which some checkpoints hold together."""
+        pages = {page for c in checkpoints for page in self._index.pages_of(c).tolist()}
+        return len(pages) + self._pool.slot_units * len(checkpoints)
+
+    def _part(self, tenant: str) -> float:
+        """How much of what others leave a tenant may pin: something is left for whoever comes next,
+        as what is pinned is never taken back. Where there are no keys there are no others.
+        """
+        weight = self._weights.get(tenant, 1.0)
+        return weight / (weight + 1.0) if tenant else 1.0

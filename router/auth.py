@@ -102,8 +102,8 @@ class Keys:
         else:
             log.info("API keys: %d known", len(self))
 
-    def check(self, authorization: str) -> Tenant:
-        """The tenant of an `Authorization: Bearer <key>` header.
+    def check(self, authorization: bytes) -> Tenant:
+        """The tenant of an `Authorization: Bearer <key>` header, as it came.
 
         Tenants share no checkpoint, so that how fast one is answered tells nothing of another.
         Raises AuthenticationFailed if the key's hash is not known, and NotReady before keys that
@@ -114,8 +114,8 @@ class Keys:
         known = self._known
         if not known:
             return Tenant()
-        scheme, _, key = authorization.partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
+        scheme, _, key = authorization.partition(b" ")
+        if scheme.lower() != b"bearer" or not key.strip():
             raise AuthenticationFailed("an API key is needed: Authorization: Bearer <key>")
         given = key_hash(key.strip())
         # every hash is compared, so that the time does not tell which one is near
@@ -125,9 +125,9 @@ class Keys:
         return found[0]
 
 
-def key_hash(key: str) -> str:
-    """SHA-256 of a key, in hex: what is configured in place of the key."""
-    return hashlib.sha256(key.encode()).hexdigest()
+def key_hash(key: str | bytes) -> str:
+    """SHA-256 of a key's bytes (of a text in UTF-8), in hex: what is configured in place of it."""
+    return hashlib.sha256(key.encode() if isinstance(key, str) else key).hexdigest()
 
 
 def is_hash(text: str) -> bool:

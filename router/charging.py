@@ -1,8 +1,9 @@
 """What a Gateway charges its tenants, on leases from the fleet's ledger.
 
 Charged is what was answered: a request, and the tokens of its `usage`. A request that is at fault
-itself is a request without tokens. What failed for another reason (no room, a deadline, a dead
-replica) or was cancelled is not charged, so that asking again charges it once.
+itself is a request without tokens, and so is one that its caller gave up: who hangs up early, or
+gives too little time, is held to its requests, too. What failed for another reason (no room, a dead
+replica) is not charged, so that asking again charges it once.
 """
 
 import asyncio
@@ -12,8 +13,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from flide_engine.errors import QuotaExceeded, RequestError
+from flide_engine.errors import DeadlineExceeded, QuotaExceeded, RequestError
 from router.auth import Tenant
+from router.body import ClientLeft
 from router.quota import Amounts, Lease, Ledger, Purse
 
 log = logging.getLogger("ray.serve")
@@ -23,6 +25,9 @@ BYTES_A_TOKEN = 4
 
 WITHIN_S = 1.0
 """How long the ledger may take; then this process leases itself its even share."""
+
+CALLERS_OWN = (RequestError, DeadlineExceeded, ClientLeft, asyncio.CancelledError)
+"""Ends of a request without an answer that are its caller's doing."""
 
 
 class Book(Protocol):
@@ -59,7 +64,7 @@ class Charge:
     async def __aexit__(self, kind: object, error: BaseException | None, at: object) -> None:
         if self._tokens is not None:
             unused = {"tokens": self._taken["tokens"] - self._tokens}
-        elif isinstance(error, RequestError):
+        elif isinstance(error, CALLERS_OWN):
             unused = {"tokens": self._taken["tokens"]}
         else:
             unused = self._taken

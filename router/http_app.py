@@ -172,7 +172,7 @@ class HttpApp:
         return 200, answers.model_dump()
 
     def _tenant(self, headers: dict[bytes, bytes]) -> Tenant:
-        return self._keys.check(headers.get(b"authorization", b"").decode("latin-1"))
+        return self._keys.check(headers.get(b"authorization", b""))
 
     async def _body(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         """The decoded body. Raises RequestError."""

@@ -128,8 +128,8 @@ class Gateway:
         """
         await self._heard()
         waking = waking_of(self._engine)
-        if waking.failed:
-            raise NotReady("the last engine replica failed; another one is being started")
+        if waking.replaced:
+            raise NotReady("the last engine replica failed or is updated; another one is started")
         if waking.asleep:
             return "starting" if waking.starting else "asleep"
         if not waking.may_sleep:

@@ -1,9 +1,9 @@
 """Callers before an engine that may have no replica: who waits for one, and who is sent away.
 
 Both wake the fleet: one cheap call is left waiting in the handle, which is what Serve's autoscaler
-sees, and what tells how long a start takes. A fleet whose last replica failed has none, too, and
-does not sleep: Serve starts another one by itself, and callers wait for it as in any fleet. Imports
-no torch.
+sees, and what tells how long a start takes. A fleet whose last replica failed, or is replaced by an
+update, has none, too, and does not sleep: Serve starts another one by itself, and callers wait for
+it as in any fleet. Imports no torch.
 """
 
 import logging
@@ -46,11 +46,11 @@ Call = Callable[[], "Future[Any]"]
 """Begins a cheap call, which is answered once there is a replica."""
 
 Look = Callable[[], "Future[bool]"]
-"""Asks Serve whether the deployment's replicas have failed."""
+"""Asks Serve whether it starts a replica of the deployment by itself."""
 
 
 def never() -> "Future[bool]":
-    """They have not."""
+    """It does not."""
     answered: Future[bool] = Future()
     answered.set_result(False)
     return answered
@@ -82,12 +82,12 @@ class Waking:
     @property
     def asleep(self) -> bool:
         """Whether there is no replica, and none is meant to be."""
-        return self._is_empty and not self.failed
+        return self._is_empty and not self.replaced
 
     @property
-    def failed(self) -> bool:
-        """Whether there is no replica because the last one failed, as far as is known: another one
-        is being started.
+    def replaced(self) -> bool:
+        """Whether there is no replica because the last one failed or is updated, as far as is
+        known: another one is being started.
         """
         seen = self._seen
         return self._is_empty and seen.done() and seen.exception() is None and seen.result()
@@ -162,7 +162,7 @@ def waking_of(handle: Any) -> Waking:
     members = shared(*key).members
     found = _of.get(key)
     if found is None or found.members is not members:
-        look = partial(_on_a_thread, lambda: have_failed(*key))
+        look = partial(_on_a_thread, lambda: are_replaced(*key))
         found = _of[key] = Waking(members, look=look)
     return found
 
@@ -172,14 +172,15 @@ def cheap_call(handle: Any) -> Call:
     return partial(_on_a_thread, lambda: handle.describe.remote().result())
 
 
-def have_failed(app: str, deployment: str) -> bool:
-    """Whether Serve has the deployment for unhealthy: a replica failed and is being replaced. One
-    that is scaled to zero is healthy. Blocks; raises what Ray does.
+def are_replaced(app: str, deployment: str) -> bool:
+    """Whether Serve has the deployment for unhealthy (a replica failed and is being replaced), or
+    updates it. One that is scaled to zero is healthy. Blocks; raises what Ray does.
     """
     if not ray.is_initialized():
         return False
     found = _get_global_client().get_serve_status(app).get_deployment_status(deployment)
-    return found is not None and found.status == DeploymentStatus.UNHEALTHY
+    replacing = (DeploymentStatus.UNHEALTHY, DeploymentStatus.UPDATING)
+    return found is not None and found.status in replacing
 
 
 def _on_a_thread(work: Callable[[], T]) -> "Future[T]":

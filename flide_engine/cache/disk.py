@@ -173,11 +173,10 @@ class DiskTier:
                 except OSError as error:
                     log.warning("names of checkpoint %s cannot be written: %s", stem, error)
 
-    def bytes_with(self, more: Sequence[File]) -> int:
-        """Bytes of pinned files and of some more."""
+    def pinned_with(self, more: Sequence[File]) -> set[File]:
+        """Pinned files and some more."""
         with self._lock:
-            pinned = {f for f in self._files.values() if f.pinned} | set(more)
-            return sum(f.size for f in pinned)
+            return {f for f in self._files.values() if f.pinned} | set(more)
 
     def announce(self, tenant: str, known: Named, position: int) -> File:
         """A checkpoint that is going to be saved: what happens to its names until then happens to

@@ -13,7 +13,9 @@ import httpx
 import pytest
 from ray import serve
 
+from deployments.app import build
 from deployments.client import DecisionClient
+from deployments.config import AppArgs
 from flide_engine import DecisionRequest
 from flide_engine.errors import NotReady
 from router import boards
@@ -133,6 +135,29 @@ def test_a_fleet_whose_replica_died_does_not_sleep(tmp_path: Path) -> None:
         assert fleet.post(1000 * COLD_START_S // 2).status_code == 200
         assert fleet.health() == (200, "ok")
         assert told <= {(200, "ok"), (503, "")}
+    boards._shared.clear()
+
+
+@pytest.mark.slow
+def test_a_fleet_that_is_updated_does_not_sleep(tmp_path: Path) -> None:
+    """Its only replica goes before the new one comes, which callers wait for."""
+    options = {"model": "nano", "num_replicas": "auto", "min_replicas": 0, "max_replicas": 1,
+               "downscale_delay_s": 300, "cpus_per_replica": 0.1, "gpus_per_replica": 0,
+               "cold_start_s": 500}  # fmt: skip
+    words = [f"{name}={value}" for name, value in options.items()]
+    boards._shared.clear()
+    with (
+        serving(tmp_path / "log", *words) as served,
+        joined(served.address),
+        DecisionClient(timeout=200) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        assert client.decide(ASKED).answers
+        changed = build(AppArgs.model_validate(options | {"batch_age_s": 7}))
+        updated = pool.submit(serve.run, changed, name="default", route_prefix="/")
+        until(lambda: boards.shared("default", "Engine").members.count == 0)
+        assert client.decide(ASKED).answers
+        updated.result(200)
     boards._shared.clear()
 
 

@@ -30,9 +30,9 @@ def written(folder: Path, *tenants: dict[str, Any]) -> str:
     return str(path)
 
 
-def bearer(key: str) -> str:
+def bearer(key: str) -> bytes:
     """The header's value."""
-    return f"Bearer {key}"
+    return f"Bearer {key}".encode()
 
 
 def test_keys_of_a_file_stand_for_tenants_with_quotas(tmp_path: Path) -> None:
@@ -43,9 +43,19 @@ def test_keys_of_a_file_stand_for_tenants_with_quotas(tmp_path: Path) -> None:
     assert [keys.check(bearer(k)) for k in ("old", "new", SECRET)] == [acme, acme, Tenant("other")]
     assert keys.check(bearer("plain")) == Tenant(key_hash("plain"))
     assert len(keys) == 4
-    for wrong in ("", "Bearer ", "Basic old", bearer("olD"), bearer(key_hash("old"))):
+    for wrong in (b"", b"Bearer ", b"Basic old", bearer("olD"), bearer(key_hash("old"))):
         with pytest.raises(AuthenticationFailed):
             keys.check(wrong)
+
+
+@pytest.mark.parametrize("key", ["schl\u00fcssel", "voil\u00e0", "\u9375"])
+def test_a_key_is_its_bytes(key: str) -> None:
+    """Whatever they are a text of; the last of them may be a blank in another encoding."""
+    keys = Keys((key_hash(key), key_hash(b"\xff\xfe")))
+    assert keys.check(bearer(key)) == Tenant(key_hash(key))
+    assert keys.check(b"bearer  \xff\xfe ") == Tenant(key_hash(b"\xff\xfe"))
+    with pytest.raises(AuthenticationFailed):
+        keys.check(b"Bearer " + key.encode("utf-16"))
 
 
 def test_an_environment_variable_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +68,7 @@ def test_an_environment_variable_will_do(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_without_keys_everyone_is_let_in() -> None:
     """As the tenant without a name."""
-    assert Keys().check("") == Keys().check(bearer("x")) == Tenant()
+    assert Keys().check(b"") == Keys().check(bearer("x")) == Tenant()
 
 
 def test_reading_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -91,7 +101,7 @@ def test_no_change_of_a_source_lets_everybody_in(
         keys.reload(source)
         assert "API keys stay as they were" in caplog.text
         with pytest.raises(AuthenticationFailed):
-            keys.check("")
+            keys.check(b"")
         keys.reload()
         assert keys.check(bearer("old")).name == "acme"
         with pytest.raises(ConfigError, match="api_keys"):
@@ -99,7 +109,7 @@ def test_no_change_of_a_source_lets_everybody_in(
     plain = Keys((key_hash("plain"),), needed=True)
     plain.reload("")
     with pytest.raises(AuthenticationFailed):
-        plain.check("")
+        plain.check(b"")
 
 
 @pytest.mark.parametrize("hashes", [(), (key_hash("plain"),)])
@@ -107,7 +117,7 @@ def test_nobody_is_let_in_before_the_keys_are_read(tmp_path: Path, hashes: tuple
     """Nor after they could not be; whoever has a key may come again."""
     keys = Keys(hashes, needed=True)
     for attempt in range(2):
-        for given in ("", bearer("old"), bearer("plain")):
+        for given in (b"", bearer("old"), bearer("plain")):
             with pytest.raises(NotReady, match="not read yet"):
                 keys.check(given)
         if not attempt:
@@ -116,7 +126,7 @@ def test_nobody_is_let_in_before_the_keys_are_read(tmp_path: Path, hashes: tuple
     keys.reload(written(tmp_path, ACME))
     assert keys.check(bearer("old")).name == "acme"
     with pytest.raises(AuthenticationFailed):
-        keys.check("")
+        keys.check(b"")
 
 
 def test_a_gateway_of_an_app_with_keys_needs_some() -> None:

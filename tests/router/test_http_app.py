@@ -160,6 +160,9 @@ def test_keys(stub: Stub) -> None:
             assert answer.headers["www-authenticate"] == "Bearer"
     right = {"authorization": "Bearer right"}
     assert call(stub, "POST", "/v1/systemone", keys, json=GOOD, headers=right).status_code == 200
+    other = {"authorization": "Bearer schl\u00fcssel".encode()}
+    keys = (*keys, key_hash("schl\u00fcssel"))
+    assert call(stub, "GET", "/v1/models", keys, headers=other).status_code == 200
     assert call(stub, "GET", "/health", keys).status_code == 200
     assert stub.tenants == [key_hash("right")]
 
@@ -217,6 +220,24 @@ def test_zstd_is_decoded(stub: Stub) -> None:
     )
     assert post(stub, b"not zstd", content_encoding="zstd").status_code == 422
     assert post(stub, orjson.dumps(GOOD), content_encoding="identity").status_code == 200
+
+
+def test_a_zstd_body_that_was_cut_is_not_taken_for_a_shorter_one(stub: Stub) -> None:
+    """Wherever it ends; several frames are one body, and what follows them is none."""
+    body = orjson.dumps({**GOOD, "state": "x" * 5000})
+    packed = zstandard.compress(body[:3000]) + zstandard.compress(body[3000:])
+    assert post(stub, packed, content_encoding="zstd").status_code == 200
+    assert stub.asked[-1].state == "x" * 5000
+    whole = zstandard.compress(orjson.dumps(GOOD))
+    for cut in (*(whole[:end] for end in range(1, len(whole))), packed[:-3], whole + b"(."):
+        answer = post(stub, cut, content_encoding="zstd")
+        assert answer.status_code == 422
+        assert answer.json()["detail"][0]["type"] == "zstd_invalid"
+    assert post(stub, b"", content_encoding="zstd").status_code == 422
+    assert len(stub.asked) == 1
+    empty = zstandard.compress(b"")
+    for frames, status in ((1023, 200), (1024, 422)):
+        assert post(stub, empty * frames + whole, content_encoding="zstd").status_code == status
 
 
 def _wide_window() -> bytes:

@@ -15,10 +15,12 @@ from flide_engine.errors import (
     EngineStopped,
     FlideError,
     InvalidRequest,
+    NotReady,
     Overloaded,
     QuotaExceeded,
 )
 from router.auth import Tenant
+from router.body import ClientLeft
 from router.charging import Charges
 from router.quota import BURST_S, Amounts, Lease, Ledger, Purse
 from tests.loadtest.virtual import VirtualClock
@@ -176,8 +178,7 @@ def test_tenants_do_not_share() -> None:
     [
         EngineStopped("gone"),
         Overloaded(1, "requests", 1, "max_waiting_requests", 50),
-        DeadlineExceeded(1.0),
-        asyncio.CancelledError(),
+        NotReady("asleep"),
         ZeroDivisionError(),
     ],
     ids=lambda e: type(e).__name__,
@@ -202,14 +203,19 @@ def test_a_retry_is_charged_once(failure: BaseException) -> None:
     assert not any(any(p.held.values()) for g in fleet.gateways for p in g._purses.values())
 
 
-def test_a_faulty_request_is_a_request() -> None:
-    """Without tokens."""
+@pytest.mark.parametrize(
+    "end",
+    [InvalidRequest(()), DeadlineExceeded(1.0), ClientLeft(), asyncio.CancelledError()],
+    ids=lambda e: type(e).__name__,
+)
+def test_a_faulty_request_is_a_request(end: BaseException) -> None:
+    """Without tokens, and so is one that its caller gave up."""
 
     async def work(fleet: Fleet) -> None:
         tenant = Tenant("x", requests_per_minute=120, tokens_per_minute=60)
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(type(end)):
             async with fleet.gateways[0].charge(tenant, SIZE):
-                raise InvalidRequest(())
+                raise end
         purse = fleet.gateways[0]._purses["x"]
         assert purse.held["requests"] <= 0.0 < purse.held["tokens"]
 

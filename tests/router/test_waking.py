@@ -2,9 +2,15 @@
 
 import threading
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.serve._private.common import (
+    DeploymentStatus,
+    DeploymentStatusInfo,
+    DeploymentStatusTrigger,
+)
 
 from flide_engine.errors import NotReady
 from router import boards, waking
@@ -143,7 +149,7 @@ def test_a_fleet_whose_last_replica_failed_does_not_sleep() -> None:
     """
     fleet = Asleep(cold_start_s=60)
     fleet.heard(failed=True)
-    assert fleet.waking.failed
+    assert fleet.waking.replaced
     assert not fleet.waking.asleep
     assert fleet.told(1) == 0
     assert fleet.calls == []
@@ -157,7 +163,7 @@ def test_a_fleet_whose_last_replica_failed_does_not_sleep() -> None:
     fleet.start(after_s=20)
     fleet.heard(failed=True)
     assert len(fleet.looks) == 2
-    assert not fleet.waking.failed
+    assert not fleet.waking.replaced
 
 
 def test_a_fleet_of_which_serve_says_nothing_sleeps() -> None:
@@ -172,16 +178,35 @@ def test_a_fleet_of_which_serve_says_nothing_sleeps() -> None:
     assert len(fleet.looks) == 2
 
 
+def test_what_serve_says_of_a_fleet_without_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that is replaced, by itself or by an update; asleep and waking ones are not, nor what
+    is not there.
+    """
+    said: dict[str, DeploymentStatusInfo] = {}
+    status = SimpleNamespace(get_deployment_status=said.get)
+    client = SimpleNamespace(get_serve_status=lambda app: status)
+    monkeypatch.setattr(waking.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(waking, "_get_global_client", lambda: client)
+    found = set()
+    for state in DeploymentStatus:
+        trigger = DeploymentStatusTrigger.UNSPECIFIED
+        said["Engine"] = DeploymentStatusInfo("Engine", state, trigger)
+        if waking.are_replaced("app", "Engine"):
+            found.add(state.value)
+    assert found == {"UNHEALTHY", "UPDATING"}
+    assert not waking.are_replaced("app", "Other")
+
+
 def test_serve_is_asked_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the handle's deployment, by whoever finds no replica."""
     asked: list[tuple[str, str]] = []
-    monkeypatch.setattr(waking, "have_failed", lambda *of: asked.append(of) or True)
+    monkeypatch.setattr(waking, "are_replaced", lambda *of: asked.append(of) or True)
     boards._shared.clear()
     found = waking_of(Handle())
     found.members.count, found.members.cold_start_s = 0, 60.0
     for pause in found.pauses(lambda: True):
         threading.Event().wait(pause)
-    assert found.failed
+    assert found.replaced
     assert asked == [("app", "Engine")]
     boards._shared.clear()
 
