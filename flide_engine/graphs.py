@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 WARM_UPS = 2
 CUDA = torch.device("cuda")
 
+MOST_PARTS = 256
+"""Numbers of logits for which a landing keeps its slices ready."""
+
 
 class Replay:
     """A replayed round; its logits are on their way to the host."""
@@ -67,6 +70,8 @@ class Landing:
         """Begins to copy the first `count`, and returns where they will be."""
         parts = self._parts.get(count)
         if parts is None:  # a slice of a tensor costs as much as the copy
+            if len(self._parts) == MOST_PARTS:
+                del self._parts[next(iter(self._parts))]
             parts = self._parts[count] = self._host[:count], self._device[:count]
         parts[0].copy_(parts[1], non_blocking=True)
         return self._values[:count]
