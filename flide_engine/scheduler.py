@@ -389,10 +389,10 @@ class Scheduler(Generic[W]):
         work = entry.work
         if work.is_long:  # what holds checkpoints must not wait for gaps in rounds
             self._begun, entry.background = work, False
-        entry.running = work.tokens
+        packing.taken.append(entry)  # first: were anything to fail, it would be lost else
         self._out[id(work)] = entry
-        queue.charge(work.tenant, entry.running)
-        self._forecast.began(entry.running, packing.now)
-        packing.taken.append(entry)
+        queue.charge(work.tenant, work.tokens)
+        self._forecast.began(work.tokens, packing.now)
+        entry.running = work.tokens
         packing.tokens += entry.running
         packing.room -= entry.running

@@ -158,6 +158,23 @@ def test_a_fault_in_planning_loses_nothing() -> None:
     assert scheduler.load(0.0).wait_ms == 0.0
 
 
+def test_a_fault_where_turns_are_charged_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it may be: what was about to be taken is in the queue again."""
+    scheduler = queue_of(Item("a", 10), Item("b", 10))
+
+    def fail(tenant: str, tokens: int) -> None:
+        if tokens:
+            raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler._interactive, "charge", fail)
+        with pytest.raises(ZeroDivisionError):
+            scheduler.next_round(0.0)
+    assert scheduler.queued_tokens == 20
+    assert scheduler.load(0.0).wait_ms == 0.0
+    assert names(scheduler.next_round(0.0)[0]) == ["a", "b"]
+
+
 def test_batch_work_fills_what_a_bucket_leaves() -> None:
     """Interactive work first; batch work only in rows that would be padding."""
     scheduler: Scheduler[Item] = Scheduler(8192, 10**6, TABLE, buckets)
