@@ -293,12 +293,12 @@ class RoundLoop:
             return self._begin(works)
         else:
             with self._changed:
-                holder = self._scheduler.take_begun(self._clock())
-                if holder is not None:
+                if holder := self._scheduler.take_begun(self._clock()):
                     self._scheduler.put_back(works, front=True)
             if holder is not None:
                 self._taken.append(holder)
-                return self._begin([holder])
+                self._plan(holder)  # its plan was given up, too, if it holds none
+                return self._begin([holder]) if self._planned([holder]) else None
         self._end(work, error)
         return None
 

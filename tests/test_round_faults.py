@@ -275,6 +275,40 @@ def test_a_pool_that_was_accepted_serves_all() -> None:
             ]
 
 
+def test_a_long_request_whose_plan_was_given_up_is_planned_again(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its turn is over before it has begun, another one lacks memory and is given what the plan
+    had locked, and then it is run so that the other one may be.
+    """
+    short, long = ask("short"), ask(WORDS[:2000], 36)
+    limits: dict[str, Any] = {"model": str(checkpoint), "max_round_tokens": 512}
+    with engine_of(**limits, keep_checkpoints=False) as plain:
+        want = plain.decide(long)
+    with engine_of(**limits) as engine:
+        engine.decide(ask(WORDS[:2000]))
+        rounds: list[list[int]] = []
+
+        def refuse(jobs: list[Job]) -> None:
+            rounds.append([int(job.forest.starts[0]) for job in jobs])
+            if len(rounds) <= 3:
+                raise PoolExhausted("units", 1 << 20, 0, 1 << 20)
+
+        starting(engine, monkeypatch, refuse)
+        with held_back(engine):
+            futures = [engine.submit(short)]
+            until(lambda: engine._loop.waiting == 1)
+            futures.append(engine.submit(long))
+            until(lambda: engine._loop.waiting == 2)
+        got = [future.result(60) for future in futures][1]
+        (both, *alone), later = rounds[:3], rounds[3:]
+        assert both[0] == 0 < both[1]
+        assert alone == [[0], [0]]
+        assert len(later) > 2
+        for name, answer in want.answers.items():
+            assert got.answers[name].noul == pytest.approx(answer.noul, abs=1e-5)
+
+
 def test_a_request_is_counted_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However often its round had to be made smaller."""
     with engine_of(model=str(checkpoint)) as engine:
