@@ -130,6 +130,8 @@ class Scheduler(Generic[W]):
             ran = entry.ran + (0 if front else entry.running)
             if front:
                 queue.charge(work.tenant, -entry.running)
+            elif work.is_long and self._begun is None:  # cut when it was taken already
+                self._begun = work
             tokens = work.waiting_tokens
             self._enter(replace(entry, tokens=tokens, running=0, ran=ran), queue, front)
 
