@@ -1,7 +1,7 @@
 """What a user may set on one engine: frozen, unknown names refused, no environment read."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -95,10 +95,10 @@ class EngineConfig(BaseModel):
     batch_age_s: float = Field(
         30.0, gt=0, description="Seconds after which batch work that waits counts as interactive."
     )
-    tenant_weights: dict[str, float] = Field(
+    tenant_weights: dict[str, Annotated[float, Field(ge=0.001, le=1000)]] = Field(
         {},
-        description="Shares of tenants (names, or hashes of keys) where several wait, and of pins;"
-        " others 1.",
+        description="Shares of tenants (names, or hashes of keys) where several wait, and of pins,"
+        " from 0.001 to 1000; others 1.",
     )
     max_waiting_requests: int = Field(
         4096,

@@ -293,8 +293,8 @@ class RoundLoop:
     def _begin_fewer(
         self, works: list[RequestWork], error: PoolExhausted | RoundTooLarge
     ) -> Round | None:
-        """A round did not fit: half of it waits; a lone request is cut finer, or waits until
-        others have let go of memory, or fails.
+        """A round did not fit: half of it waits; a lone request waits until others have let go of
+        memory, leaves no checkpoints, is cut finer, or fails.
         """
         if len(works) > 1:
             half = (len(works) + 1) // 2
@@ -302,20 +302,20 @@ class RoundLoop:
                 self._scheduler.put_back(works[half:], front=True)
             return self._begin(works[:half])
         (work,) = works
-        if isinstance(error, RoundTooLarge):
-            if work.cut_finer():
-                return self._begin(works)
-        elif self._under_way or self._gave_up_plans():
+        short = isinstance(error, PoolExhausted)
+        if short and (self._under_way or self._gave_up_plans()):
             self._collect_under_way()
             return self._begin(works)
-        else:
+        if short:
             with self._changed:
-                holder = self._scheduler.take_begun(self._clock())
-                if holder is not None:
+                if holder := self._scheduler.take_begun(self._clock()):
                     self._scheduler.put_back(works, front=True)
             if holder is not None:
                 self._taken.append(holder)
-                return self._begin([holder])
+                self._plan(holder)  # its plan was given up, too, if it holds none
+                return self._begin([holder]) if self._planned([holder]) else None
+        if work.needs_less(memory=short):
+            return self._begin(works)
         self._end(work, error)
         return None
 

@@ -133,6 +133,8 @@ class Scheduler(Generic[W]):
             ran = entry.ran + (0 if front else entry.running)
             if front:
                 queue.charge(work.tenant, -entry.running)
+            elif work.is_long and self._begun is None:  # cut when it was taken already
+                self._begun = work
             again = replace(entry, tokens=work.waiting_tokens, running=0, ran=ran)
             self._enter(again, queue, front)
 
@@ -244,9 +246,7 @@ class Scheduler(Generic[W]):
         packing.gone.append(entry)
 
     def _drop_late(self, packing: Packing[W]) -> None:
-        """Work past its deadline, and some of that whose callers have left: the rest is found in
-        later rounds, or when its turn comes.
-        """
+        """Work past its deadline, and some whose callers have left: later rounds find the rest."""
         while self._deadlines and self._deadlines[0][0] < packing.now:
             entry = heapq.heappop(self._deadlines)[2]
             if entry.queue is not None:
@@ -391,10 +391,10 @@ class Scheduler(Generic[W]):
         work = entry.work
         if work.is_long:  # what holds checkpoints must not wait for gaps in rounds
             self._begun, entry.background = work, False
-        entry.running = work.tokens
+        packing.taken.append(entry)  # first: were anything to fail, it would be lost else
         self._out[id(work)] = entry
-        queue.charge(work.tenant, entry.running)
-        self._forecast.began(entry.running, packing.now)
-        packing.taken.append(entry)
+        queue.charge(work.tenant, work.tokens)
+        self._forecast.began(work.tokens, packing.now)
+        entry.running = work.tokens
         packing.tokens += entry.running
         packing.room -= entry.running

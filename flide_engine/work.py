@@ -192,6 +192,15 @@ class RequestWork:
         self.anchors.clear()
         self.values.clear()
 
+    def needs_less(self, memory: bool) -> bool:
+        """Has its next round need less. False if that cannot be. memory: whether that is what
+        lacked: then it first does without the checkpoints that only later requests would use.
+        """
+        if memory and self.marks:
+            self.marks = ()
+            return True
+        return self.cut_finer()
+
     def cut_finer(self) -> bool:
         """Cuts what it has yet to do into more, smaller pieces. False if that cannot be."""
         if not self.at and self.limit >= 4 * GRAIN:

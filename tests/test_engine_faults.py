@@ -165,17 +165,20 @@ def test_one_who_asks_alone_shares_no_round(
 def test_memory_that_is_short_makes_rounds_smaller(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checkpoints go first, then a round is halved until it fits; a request fails only if it does
-    not fit alone.
+    """Checkpoints go first, then a round is halved until it fits, then a request is cut; one fails
+    only if no question of it fits alone.
     """
     engine.decide(ask("long enough to be remembered " * 8))
     assert engine.checkpoint_counts()["device"] > 0
     gate = Gate(engine, monkeypatch)
-    held, most, pool = engine._loop._runner.start, 2, engine._loop._runner._pool
+    held, most, longest = engine._loop._runner.start, 2, 100
+    pool = engine._loop._runner._pool
 
     def short(jobs: list[Job], asked: Asked) -> Started:
         prompts = sum(len(job.forest.leaves) for job in jobs)
-        if gate.open.is_set() and prompts > most:
+        if gate.open.is_set() and (
+            prompts > most or max(job.forest.ends.max() for job in jobs) > longest
+        ):
             gate.rounds.append(-prompts)
             raise PoolExhausted("pages", pool.free + 1, pool.free, pool.units)
         return held(jobs, asked)
@@ -184,8 +187,10 @@ def test_memory_that_is_short_makes_rounds_smaller(
     first = engine.submit(ask())
     gate.wait_for_rounds(1)
     waiting = [engine.submit(ask(f"state {i}")) for i in range(8)]
-    large = engine.submit(ask("s", **{f"q{i}": NOUL | {"instructions": f"{i}?"} for i in range(3)}))
-    wait_until_queued(engine, 9)
+    questions = {f"q{i}": NOUL | {"instructions": f"{i}?"} for i in range(3)}
+    waiting.append(engine.submit(ask("s", **questions)))
+    large = engine.submit(ask("s", q=NOUL | {"instructions": "really " * 30}))
+    wait_until_queued(engine, 10)
     gate.open.set()
     for future in (first, *waiting):
         assert future.result(60).answers

@@ -21,6 +21,7 @@ from flide_engine.errors import (
     RoundTooLarge,
 )
 from flide_engine.layout.buckets import cut_replays, halved
+from flide_engine.layout.state_shape import StateShape
 from flide_engine.layout.stream import Job
 from flide_engine.readout import Asked
 from flide_engine.runner import Started
@@ -277,6 +278,75 @@ def test_a_pool_that_was_accepted_serves_all() -> None:
             states = [
                 s + " ".join(f" then {n} came" for n in rng.integers(100, size=15)) for s in states
             ]
+
+
+def marked(questions: int) -> dict[str, Any]:
+    """A state of 3,750 tokens whose last turn and whose tail are worth checkpoints."""
+    words = np.random.default_rng(0).choice(["good", "bad", "item", "order"], 3750)
+    parts = (words[:3378], words[3378:])
+    turns = [{"role": "user", "content": " ".join(part)} for part in parts]
+    return ask("", questions) | {"state": turns}
+
+
+def branching(groups: int) -> dict[str, Any]:
+    """Pairs of questions that each have an opening of their own."""
+    asked = ask("short", 2 * groups)
+    for i, question in enumerate(asked["questions"].values()):
+        question["instructions"] = f"{i // 2}: {WORDS[:300]}. Is it {i}?"
+    return asked
+
+
+@pytest.mark.parametrize("request_", [marked(1), marked(5), branching(6)])
+def test_states_that_do_not_fit_beside_each_other_are_done_without(
+    request_: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the limits nothing is refused for good: checkpoints for later requests are not taken,
+    and what branches at many places is cut finer. States as large as of 0.8B, 25 pages each.
+    """
+    monkeypatch.setattr(StateShape, "slot_units", lambda self, itemsize: 25)
+    limits: dict[str, Any] = {
+        "model": "nano", "max_prompt_tokens": 4096, "max_round_tokens": 1024,
+    }  # fmt: skip
+    with engine_of(**limits) as roomy:
+        want = roomy.decide(request_)
+    with engine_of(**limits, pool_bytes=least_pool(**limits)) as engine:
+        got = engine.decide(request_)
+    for name, answer in want.answers.items():
+        assert got.answers[name].noul == pytest.approx(answer.noul, abs=1e-5)
+
+
+def test_a_long_request_whose_plan_was_given_up_is_planned_again(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its turn is over before it has begun, another one lacks memory and is given what the plan
+    had locked, and then it is run so that the other one may be.
+    """
+    short, long = ask("short"), ask(WORDS[:2000], 36)
+    limits: dict[str, Any] = {"model": str(checkpoint), "max_round_tokens": 512}
+    with engine_of(**limits, keep_checkpoints=False) as plain:
+        want = plain.decide(long)
+    with engine_of(**limits) as engine:
+        engine.decide(ask(WORDS[:2000]))
+        rounds: list[list[int]] = []
+
+        def refuse(jobs: list[Job]) -> None:
+            rounds.append([int(job.forest.starts[0]) for job in jobs])
+            if len(rounds) <= 3:
+                raise PoolExhausted("units", 1 << 20, 0, 1 << 20)
+
+        starting(engine, monkeypatch, refuse)
+        with held_back(engine):
+            futures = [engine.submit(short)]
+            until(lambda: engine._loop.waiting == 1)
+            futures.append(engine.submit(long))
+            until(lambda: engine._loop.waiting == 2)
+        got = [future.result(60) for future in futures][1]
+        (both, *alone), later = rounds[:3], rounds[3:]
+        assert both[0] == 0 < both[1]
+        assert alone == [[0], [0]]
+        assert len(later) > 2
+        for name, answer in want.answers.items():
+            assert got.answers[name].noul == pytest.approx(answer.noul, abs=1e-5)
 
 
 def test_a_request_is_counted_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

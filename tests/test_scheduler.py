@@ -88,6 +88,19 @@ def test_one_long_request_at_a_time_and_short_ones_between() -> None:
     assert names(scheduler.next_round(0.0)[0]) == ["second"]
 
 
+def test_what_became_long_when_it_had_begun_goes_on() -> None:
+    """It was cut as its round did not fit, and holds checkpoints before another one does."""
+    cut, long = Item("cut", 60), Item("long", 60, 3)
+    scheduler = queue_of(cut, long)
+    taken, _ = scheduler.next_round(0.0)
+    assert names(taken) == ["cut"]
+    cut.pieces = 2
+    scheduler.put_back(taken)
+    assert names(scheduler.next_round(0.0)[0]) == ["cut"]
+    scheduler.finished(cut)
+    assert names(scheduler.next_round(0.0)[0]) == ["long"]
+
+
 def test_long_requests_of_two_tenants_alternate() -> None:
     """A tenant with many long requests does not keep another's from beginning."""
     mine = [Item(f"mine{i}", 80, 3, tenant="a") for i in range(6)]
@@ -156,6 +169,23 @@ def test_a_fault_in_planning_loses_nothing() -> None:
     assert sorted(names(scheduler)) == ["a", "bad", "gone"]
     assert scheduler.queued_tokens == 30
     assert scheduler.load(0.0).wait_ms == 0.0
+
+
+def test_a_fault_where_turns_are_charged_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it may be: what was about to be taken is in the queue again."""
+    scheduler = queue_of(Item("a", 10), Item("b", 10))
+
+    def fail(tenant: str, tokens: int) -> None:
+        if tokens:
+            raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler._interactive, "charge", fail)
+        with pytest.raises(ZeroDivisionError):
+            scheduler.next_round(0.0)
+    assert scheduler.queued_tokens == 20
+    assert scheduler.load(0.0).wait_ms == 0.0
+    assert names(scheduler.next_round(0.0)[0]) == ["a", "b"]
 
 
 def test_batch_work_fills_what_a_bucket_leaves() -> None:

@@ -57,13 +57,16 @@ def arrange(
     parents: Ints, starts: Ints, ends: Ints, jobs: Ints, positions: Ints
 ) -> tuple[Nodes, Ints, Ints, Ints, Ints]:
     """Nodes by dependency level: by how many state stores lie between a node and what the round
-    started from. positions [J]: of the jobs' anchors. Returns the fields of a `Stream`.
+    started from. positions [J]: of the jobs' anchors. Returns the fields of a `Stream`. Raises
+    ValueError if a root does not start at its job's.
     """
     count = len(starts)
     given = Nodes(parents, starts, ends, starts, jobs)
     levels = np.zeros(count, np.int32)
     sizes = np.zeros(count, np.int32)
     for i in range(count):
+        if parents[i] < 0 and starts[i] != positions[jobs[i]]:  # loops index by what lies between
+            raise ValueError("a forest does not start where its checkpoint ends")
         fork = starts[i] // GRAIN * GRAIN
         if fork > positions[jobs[i]]:
             owner = _holder(given, i, fork - 1)

@@ -130,7 +130,8 @@ def lay_out(jobs: Sequence[Job], fork: Fork = "token") -> Layout:
     fork: "token" starts a branch at its first own token and takes what lies between the grain and
     it through `chain_rows`; "grain" starts it at the grain and repeats those tokens. Same answers.
 
-    Raises ValueError if a mark lies outside its node or off the grain.
+    Raises ValueError if a mark lies outside its node or off the grain, or if a forest does not
+    start where its checkpoint ends.
     """
     forests = [_at_grains(job.forest) if fork == "grain" else job.forest for job in jobs]
     given, texts, offsets = _joined(forests)

@@ -33,6 +33,9 @@ def test_a_mapping_is_given_as_json() -> None:
         assert AppArgs.model_validate(given).engine.tenant_weights == expected
     for wrong in ("tenant_weights=acme:2", 'tenant_weights=["acme"]'):
         assert refused(wrong).startswith("engine.tenant_weights: ")
+    for weight in ("0", "-1", "1e-300", "1e308", "NaN", "Infinity"):  # turns are divided by them
+        wrong = f'tenant_weights={{"acme": {weight}}}'
+        assert refused(wrong).startswith("engine.tenant_weights.acme: Input should be")
 
 
 def test_a_name_that_is_none_is_told_with_the_nearest() -> None:

@@ -173,6 +173,15 @@ def test_marks_off_the_grain_or_outside_are_refused(position: int) -> None:
         lay_out([Job(build_forest([np.arange(190, dtype=np.int32)]), None, (Mark(0, position),))])
 
 
+@pytest.mark.parametrize("anchor", [None, Anchor(64, 3, np.array([5], np.int32))])
+def test_a_forest_starts_where_its_checkpoint_ends(anchor: Anchor | None) -> None:
+    """Compiled loops that are not checked would read and write anywhere otherwise."""
+    text = np.arange(300, dtype=np.int32)
+    jobs = [Job(build_forest([text])), Job(build_forest([text], 128), anchor)]
+    with pytest.raises(ValueError, match="does not start where its checkpoint ends"):
+        lay_out(jobs)
+
+
 def test_a_window_hides_what_is_older() -> None:
     """The window counts the row itself."""
     sees = visible([build_forest([np.arange(5, dtype=np.int32)])], window=2)
