@@ -113,6 +113,8 @@ class HostTier:
 
         tokens, keys: of its prefix. The pool's must stay where it is until the copies are made.
         """
+        if len(pages) + self._state_rows > len(self._rows):
+            return None  # whatever is given up for it
         position, victims = GRAIN * len(pages), None
         while True:
             known = self.index.match(tenant, tokens, keys, position)

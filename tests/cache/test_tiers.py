@@ -135,6 +135,12 @@ def test_a_full_host_gives_up_what_is_not_locked() -> None:
     tokens = text(2, 9)
     keys = grain_keys(tokens)
     assert host.store("t", "", tokens, keys, pool, np.array([1, 2], np.int32), 0) is None
+    for checkpoint in host.index:
+        checkpoint.locks -= 1
+    tokens, pages = text(9), np.arange(9, dtype=np.int32)
+    assert len(pages) + pool.slot_units > len(host._rows)
+    assert host.store("t", "", tokens, grain_keys(tokens), pool, pages, 0) is None
+    assert len(host.index) == 2, "others went for what cannot fit"
     with pytest.raises(ConfigError, match="host_bytes 5000 holds 1 rows of 4096 bytes"):
         HostTier(pool, 5000, clock=lambda: 0.0)
 
