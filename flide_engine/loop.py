@@ -168,11 +168,14 @@ class RoundLoop:
         for work in gone:
             self._end(work, DeadlineExceeded(work.timeout or 0.0))
         self._busy_since = self._clock() if works or self._under_way else None
-        works = self._without_company(self._planned(works))
+        works = self._planned(works)
+        alone = any(work.alone for work in works)
+        if alone:  # it may fail with the device: nothing else is under way then
+            self._collect_under_way()
         begun = self._begin(works) if works else None
         self._collect_under_way()
         self._under_way = begun
-        if not self._runner.executor.runs_ahead or any(work.alone for work in works):
+        if alone or not self._runner.executor.runs_ahead:
             self._collect_under_way()
         self._busy_since = None
         self._checkpoints.copy_some(COPY_BYTES)
@@ -204,19 +207,6 @@ class RoundLoop:
             if work.fault is not None:
                 self._end(work, work.fault)
         return [work for work in works if work.fault is None]
-
-    def _without_company(self, works: list[RequestWork]) -> list[RequestWork]:
-        """The works, or the one of them that shares no round, with the others back in the queue.
-
-        Such a one may fail with the device: nothing else is under way then.
-        """
-        alone = next((work for work in works if work.alone), None)
-        if alone is None:
-            return works
-        self._collect_under_way()
-        with self._changed:
-            self._scheduler.put_back([w for w in works if w is not alone], front=True)
-        return [alone]
 
     def _begin(self, works: list[RequestWork]) -> Round | None:
         """Begins one round with as much of the work as fits; None if nothing came of it.

@@ -162,6 +162,31 @@ def test_one_who_asks_alone_shares_no_round(
     assert sorted(gate.rounds) == [1, 1, 2]
 
 
+def test_who_asks_alone_is_in_the_next_round(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it came last, may wait, and another tenant's requests do: other suspects of its
+    replica wait for it.
+    """
+    gate = Gate(engine, monkeypatch)
+    first = engine.submit(ask())
+    gate.wait_for_rounds(1)
+    ended: list[str] = []
+    waiting = []
+    for i in range(12):
+        waiting.append(engine.submit(ask(f"state {i} " * 9), tenant="a"))
+        waiting[-1].add_done_callback(lambda _: ended.append("waits"))
+    wait_until_queued(engine, 12)
+    alone = engine.submit(ask("suspect"), tenant="b", batch=True, alone=True)
+    alone.add_done_callback(lambda _: ended.append("alone"))
+    wait_until_queued(engine, 13)
+    gate.open.set()
+    for future in (first, alone, *waiting):
+        assert future.result(60).answers
+    assert gate.rounds[:2] == [1, 1]
+    assert ended[0] == "alone"
+
+
 def test_memory_that_is_short_makes_rounds_smaller(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
