@@ -61,7 +61,7 @@ class RoundLoop:
         self._late: FlideError = NotReady("the engine is closed")  # for who comes then
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._under_way: Round | None = None
-        self._taken: list[RequestWork] = []  # of the rounds at hand
+        self._out: dict[RequestWork, bool] = {}  # of the queue, and whether it was begun
         self._watchdog_s = watchdog_s
         self._busy_since: float | None = None
         self._counted_to = 0.0
@@ -136,10 +136,10 @@ class RoundLoop:
         with self._changed:
             self._closed, self._late = True, waits
             waiting, calls = self._scheduler.drain(), self._calls
-        for works, told in ((self._taken, error), (waiting, waits)):
-            for work in works:
-                if not work.future.done():
-                    fail(work.future, told)
+        told = {work: error if begun else waits for work, begun in self._out.items()}
+        for work, what in (told | dict.fromkeys(waiting, waits)).items():
+            if not work.future.done():
+                fail(work.future, what)
         for _, future in calls:
             future.set_exception(error)
 
@@ -149,7 +149,7 @@ class RoundLoop:
         Where the executor runs ahead, a round is begun before the one before it is collected.
         """
         while True:
-            self._taken[:] = self._under_way.works if self._under_way else []
+            self._out = dict.fromkeys(self._under_way.works if self._under_way else (), True)
             with self._changed:
                 while not (self._scheduler or self._calls or self._closed or self._under_way):
                     if self._checkpoints.has_copies_to_make:
@@ -164,7 +164,7 @@ class RoundLoop:
         """One round, and what is to be done between two."""
         with self._changed:
             works, gone = self._next_works()
-        self._taken += works
+        self._out |= dict.fromkeys(works, False)
         for work in gone:
             self._end(work, DeadlineExceeded(work.timeout or 0.0))
         self._busy_since = self._clock() if works or self._under_way else None
@@ -227,6 +227,7 @@ class RoundLoop:
         except (PoolExhausted, RoundTooLarge) as error:
             return self._begin_fewer(works, error)
         except Exception as error:
+            self._out |= dict.fromkeys(works, True)
             self._runner.executor.check()
             if len(works) == 1:
                 works[0].log(log.exception, "the request's round failed")
@@ -238,6 +239,7 @@ class RoundLoop:
                 work.log(log.warning, message, len(works), str(error))
                 self._collect(self._begin([work]))
             return None
+        self._out |= dict.fromkeys(works, True)
         launched = self._clock()
         # where rounds do not run ahead, they are over once they are launched
         stage = "pack" if self._runner.executor.runs_ahead else "device"
@@ -284,7 +286,7 @@ class RoundLoop:
                 if holder := self._scheduler.take_begun(self._clock()):
                     self._scheduler.put_back(works, front=True)
             if holder is not None:
-                self._taken.append(holder)
+                self._out[holder] = False
                 self._plan(holder)  # its plan was given up, too, if it holds none
                 return self._begin([holder]) if self._planned([holder]) else None
         if work.needs_less(memory=short):
@@ -368,6 +370,7 @@ class RoundLoop:
         work.log(log.debug, "computed, %d tokens reused; seconds: %s", work.reused, work.times)
         self._end(work, None)
         self._done(work)
+        del self._out[work]  # it has all its values, whatever becomes of others
 
     def _end(self, work: RequestWork, error: FlideError | None) -> None:
         """Gives up all that work holds; with an error, tells its caller."""
