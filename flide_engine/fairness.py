@@ -46,6 +46,11 @@ class Schedulable(Protocol):
         ...
 
     @property
+    def alone(self) -> bool:
+        """Whether it shares no round, and goes before everybody's turn."""
+        ...
+
+    @property
     def is_coming(self) -> bool:
         """Whether the state it starts from is still on its way to the device; known once it is
         planned.
@@ -79,6 +84,11 @@ class Entry(Generic[W]):
     running: int = 0
     ran: int = 0
     queue: "FairQueue[W] | None" = None
+
+    def leave(self) -> None:
+        """Out of its queue, if it is in one."""
+        if self.queue is not None:
+            self.queue.remove(self)
 
 
 @dataclass(slots=True)
@@ -126,6 +136,8 @@ class FairQueue(Generic[W]):
         self._stamp = 0
         self._now = 0.0  # virtual time: the least tag of those with work
         self.backlog = Backlog()
+        self.alone: deque[Entry[W]] = deque()
+        """Entries of work that shares no round: in no lane, though counted and charged there."""
         self.weight = 0.0
         """Sum of the weights of tenants with work."""
         self._count = 0
@@ -134,6 +146,7 @@ class FairQueue(Generic[W]):
         return self._count
 
     def __iter__(self) -> Iterator[Entry[W]]:
+        yield from self.alone
         for lane in self._lanes.values():
             yield from (entry for entry in lane.entries if entry.queue is self)
 
@@ -182,8 +195,13 @@ class FairQueue(Generic[W]):
 
     def pop(self, most_lead: float = 0.0, beyond: float | None = None) -> Entry[W] | None:
         """The next entry, out of the queue; None if there is none, or if its tenant's tag is more
-        than `most_lead` tokens after `beyond`, the tag of one who was passed over.
+        than `most_lead` tokens after `beyond`, the tag of one who was passed over. Work that shares
+        no round comes first, whatever its tenant's tag.
         """
+        if self.alone:
+            entry = self.alone[0]
+            self.remove(entry)
+            return entry
         while (lane := self._first()) is not None:
             if beyond is not None and (lane.tag - beyond) * lane.weight > most_lead:
                 return None
@@ -203,6 +221,8 @@ class FairQueue(Generic[W]):
         lane.count -= 1
         lane.backlog.add(entry, -1)
         self.backlog.add(entry, -1)
+        if entry.work.alone:
+            self.alone.remove(entry)
         if not lane.count:
             self.weight -= lane.weight
             lane.entries.clear()
@@ -232,10 +252,11 @@ class FairQueue(Generic[W]):
             self._push(lane)
 
     def _put(self, lane: Lane[W], entry: Entry[W], front: bool) -> None:
+        entries = self.alone if entry.work.alone else lane.entries
         if front:
-            lane.entries.appendleft(entry)
+            entries.appendleft(entry)
         else:
-            lane.entries.append(entry)
+            entries.append(entry)
         entry.queue = self
         self._count += 1
         lane.count += 1

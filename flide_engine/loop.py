@@ -64,7 +64,7 @@ class RoundLoop:
         self._told: FlideError = NotReady("the engine is closed")  # for who comes then
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._under_way: Round | None = None
-        self._taken: list[RequestWork] = []  # of the rounds at hand
+        self._out: dict[RequestWork, bool] = {}  # of the queue, and whether it was begun
         self._watchdog_s, self._late, self._pacing = watchdog_s, late, Pacing()
         self._busy_since: float | None = None
         self._counted_to = 0.0
@@ -140,10 +140,10 @@ class RoundLoop:
         with self._changed:
             self._closed, self._told = True, waits
             waiting, calls = self._scheduler.drain(), self._calls
-        for works, told in ((self._taken, error), (waiting, waits)):
-            for work in works:
-                if not work.future.done():
-                    fail(work.future, told)
+        told = {work: error if begun else waits for work, begun in self._out.items()}
+        for work, what in (told | dict.fromkeys(waiting, waits)).items():
+            if not work.future.done():
+                fail(work.future, what)
         for _, future in calls:
             future.set_exception(error)
 
@@ -154,7 +154,7 @@ class RoundLoop:
         before, so that it holds what has come since then.
         """
         while True:
-            self._taken[:] = self._under_way.works if self._under_way else []
+            self._out = dict.fromkeys(self._under_way.works if self._under_way else (), True)
             with self._changed:
                 while not (self._scheduler or self._calls or self._closed or self._under_way):
                     if self._checkpoints.has_copies_to_make:
@@ -188,15 +188,18 @@ class RoundLoop:
         with self._changed:
             now, form = self._clock(), self._scheduler.next_round
             works, gone = ([], []) if self._closed else form(now, self._plan)
-        self._taken += works
+        self._out |= dict.fromkeys(works, False)
         for work in gone:
             self._end(work, DeadlineExceeded(work.timeout or 0.0))
         self._busy_since = self._clock() if works or self._under_way else None
-        works = self._without_company(self._planned(works))
+        works = self._planned(works)
+        alone = any(work.alone for work in works)
+        if alone:  # it may fail with the device: nothing else is under way then
+            self._collect_under_way()
         begun = self._begin(works) if works else None
         self._collect_under_way()
         self._under_way = begun
-        if not self._runner.executor.runs_ahead or any(work.alone for work in works):
+        if alone or not self._runner.executor.runs_ahead:
             self._collect_under_way()
         self._busy_since = None
         self._checkpoints.copy_some(COPY_BYTES)
@@ -223,19 +226,6 @@ class RoundLoop:
                 self._end(work, work.fault)
         return [work for work in works if work.fault is None]
 
-    def _without_company(self, works: list[RequestWork]) -> list[RequestWork]:
-        """The works, or the one of them that shares no round, with the others back in the queue.
-
-        Such a one may fail with the device: nothing else is under way then.
-        """
-        alone = next((work for work in works if work.alone), None)
-        if alone is None:
-            return works
-        self._collect_under_way()
-        with self._changed:
-            self._scheduler.put_back([w for w in works if w is not alone], front=True)
-        return [alone]
-
     def _begin(self, works: list[RequestWork]) -> Round | None:
         """Begins one round with as much of the work as fits; None if nothing came of it.
 
@@ -253,6 +243,7 @@ class RoundLoop:
         except (PoolExhausted, RoundTooLarge) as error:
             return self._begin_fewer(works, error)
         except Exception as error:
+            self._out |= dict.fromkeys(works, True)
             self._runner.executor.check()
             if len(works) == 1:
                 works[0].log(log.exception, "the request's round failed")
@@ -264,6 +255,7 @@ class RoundLoop:
                 work.log(log.warning, message, len(works), str(error))
                 self._collect(self._begin([work]))
             return None
+        self._out |= dict.fromkeys(works, True)
         launched = self._clock()
         # where rounds do not run ahead, they are over once they are launched
         stage = "pack" if self._runner.executor.runs_ahead else "device"
@@ -311,7 +303,7 @@ class RoundLoop:
                 if holder := self._scheduler.take_begun(self._clock()):
                     self._scheduler.put_back(works, front=True)
             if holder is not None:
-                self._taken.append(holder)
+                self._out[holder] = False
                 self._plan(holder)  # its plan was given up, too, if it holds none
                 return self._begin([holder]) if self._planned([holder]) else None
         if work.needs_less(memory=short):
@@ -384,6 +376,7 @@ class RoundLoop:
         work.log(log.debug, "computed, %d tokens reused; seconds: %s", work.reused, work.times)
         self._end(work, None)
         self._done(work)
+        del self._out[work]  # it has all its values, whatever becomes of others
 
     def _end(self, work: RequestWork, error: FlideError | None) -> None:
         """Gives up all that work holds; with an error, tells its caller."""

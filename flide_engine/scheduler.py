@@ -2,8 +2,9 @@
 in.
 
 Work is counted in new tokens, and in the milliseconds that rounds of so many tokens took.
-Interactive work goes first, in fair turns between tenants; batch work fills what a round's bucket
-leaves, and whole rounds when nothing else can run. A request of several rounds goes to the back of
+Work that shares no round goes before everybody's turn, and its tenant is charged for it. Then goes
+interactive work, in fair turns between tenants; batch work fills what a round's bucket leaves, and
+whole rounds when nothing else can run. A request of several rounds goes to the back of
 its tenant's queue between two of them, so that short requests run between its pieces.
 
 Not thread-safe: whoever shares one holds a lock around every call.
@@ -90,8 +91,9 @@ class Scheduler(Generic[W]):
         now = self._tell(now)
         if len(self):
             self._door.check(work.tenant, work.waiting_tokens, now, batch)
-        entry = Entry(work, next(self._ticks), now, batch, work.waiting_tokens)
-        self._enter(entry, self._batch if batch else self._interactive)
+        waits = batch and not work.alone
+        entry = Entry(work, next(self._ticks), now, waits, work.waiting_tokens)
+        self._enter(entry, self._batch if waits else self._interactive)
 
     def next_round(
         self, now: float, plan: Callable[[W], None] | None = None
@@ -109,7 +111,8 @@ class Scheduler(Generic[W]):
         try:
             self._drop_late(packing)
             self._let_in(now)
-            self._take_urgent(packing)
+            if not self._interactive.alone:  # its turn is before all
+                self._take_urgent(packing)
             self._fill_both(packing)
             if packing.passed and not packing.taken:
                 packing.waits = True  # nothing else can run meanwhile
@@ -175,7 +178,7 @@ class Scheduler(Generic[W]):
         """Everything that waits, out of the queue, in order of arrival."""
         entries = sorted((e for queue in self._queues for e in queue), key=lambda entry: entry.seq)
         for entry in entries:
-            self._leave(entry)
+            entry.leave()
         self._out.clear()
         self._forecast.reset()
         self._begun = None
@@ -227,10 +230,6 @@ class Scheduler(Generic[W]):
         if len(self._ages) > _MANY_DEAD + 2 * len(self):
             self._ages = deque(entry for entry in self._ages if entry.queue is self._batch)
 
-    def _leave(self, entry: Entry[W]) -> None:
-        if entry.queue is not None:
-            entry.queue.remove(entry)
-
     def _no_longer_out(self, work: W) -> Entry[W]:
         """The entry of work that was taken; a new one, before all others, if it was not."""
         entry = self._out.pop(id(work), None)
@@ -240,7 +239,7 @@ class Scheduler(Generic[W]):
         return entry
 
     def _give_up(self, entry: Entry[W], packing: Packing[W]) -> None:
-        self._leave(entry)
+        entry.leave()
         if self._begun is entry.work:
             self._begun = None
         packing.gone.append(entry)
@@ -266,7 +265,7 @@ class Scheduler(Generic[W]):
             if entry.queue is self._batch:
                 if room <= 0 or now - entry.arrived < self._batch_age:
                     break
-                self._leave(entry)
+                entry.leave()
                 self._enter(replace(entry, background=False), self._interactive)
                 room -= entry.tokens
             self._ages.popleft()
@@ -296,7 +295,7 @@ class Scheduler(Generic[W]):
                     continue
                 verdict = self._verdict(entry, packing)
                 if verdict is not Verdict.NO_ROOM:
-                    self._leave(entry)
+                    entry.leave()
                     self._settle(entry, verdict, self._interactive, packing)
                 if verdict is Verdict.TAKE:
                     fitting = costs.tokens_within(1000 * (deadline - packing.start))
@@ -308,7 +307,7 @@ class Scheduler(Generic[W]):
 
     def _fill_both(self, packing: Packing[W]) -> None:
         self._fill(self._interactive, packing)
-        if self._batch:
+        if self._batch and not (packing.taken and packing.taken[0].work.alone):
             packing.room = self._slack(packing)
             self._fill(self._batch, packing)
 
@@ -354,7 +353,7 @@ class Scheduler(Generic[W]):
             self._learn(entry)
             if work.is_long and self._begun is not None and self._begun is not work:
                 packing.misses += 1
-                return Verdict.BLOCKED
+                return Verdict.NO_ROOM if work.alone else Verdict.BLOCKED
             own_ms = _SURE * self._forecast.costs.ms(entry.tokens)
             if work.deadline is not None and packing.start + own_ms / 1000 > work.deadline:
                 return Verdict.HOPELESS
@@ -397,4 +396,4 @@ class Scheduler(Generic[W]):
         self._forecast.began(work.tokens, packing.now)
         entry.running = work.tokens
         packing.tokens += entry.running
-        packing.room -= entry.running
+        packing.room = 0 if work.alone else packing.room - entry.running

@@ -21,6 +21,7 @@ class Item:
     batch: bool = False
     at: float = 0.0
     is_coming: bool = False
+    alone: bool = False
 
     @property
     def waiting_tokens(self) -> int:

@@ -162,6 +162,88 @@ def test_one_who_asks_alone_shares_no_round(
     assert sorted(gate.rounds) == [1, 1, 2]
 
 
+def test_who_asks_alone_is_in_the_next_round(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it came last, may wait, and another tenant's requests do: other suspects of its
+    replica wait for it.
+    """
+    gate = Gate(engine, monkeypatch)
+    first = engine.submit(ask())
+    gate.wait_for_rounds(1)
+    ended: list[str] = []
+    waiting = []
+    for i in range(12):
+        waiting.append(engine.submit(ask(f"state {i} " * 9), tenant="a"))
+        waiting[-1].add_done_callback(lambda _: ended.append("waits"))
+    wait_until_queued(engine, 12)
+    alone = engine.submit(ask("suspect"), tenant="b", batch=True, alone=True)
+    alone.add_done_callback(lambda _: ended.append("alone"))
+    wait_until_queued(engine, 13)
+    gate.open.set()
+    for future in (first, alone, *waiting):
+        assert future.result(60).answers
+    assert gate.rounds[:2] == [1, 1]
+    assert ended[0] == "alone"
+
+
+def test_who_only_waited_while_the_device_failed_is_told_so(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also who was about to run, and whose round did not fit: none of them is to blame."""
+    for alone in (True, False):
+        with monkeypatch.context() as patch:
+            made = Engine(engine.config)
+            patch.setattr(type(made._loop._runner.executor), "runs_ahead", True)
+            gate = Gate(made, patch)
+            held = made._loop._runner.start
+
+            def short(jobs: list[Job], asked: Asked, held: Any = held, gate: Any = gate) -> Started:
+                if gate.rounds:
+                    raise PoolExhausted("pages", 1 << 20, 0, 1 << 20)
+                return held(jobs, asked)
+
+            patch.setattr(made._loop._runner, "start", short)
+            gate.lost = True
+            running = made.submit(ask("runs"))
+            gate.wait_for_rounds(1)
+            waiting = [made.submit(ask(f"waits {i}"), alone=alone and not i) for i in range(3)]
+            wait_until_queued(made, 3)
+            gate.open.set()
+            told = [future.exception(60) for future in (running, *waiting)]
+            assert [t.running for t in told if isinstance(t, EngineStopped)] == [True] + [False] * 3
+            made.close()
+
+
+def test_who_has_all_its_values_is_answered_though_the_device_fails_then(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same turn of the engine's thread, before the answer has been put together."""
+    monkeypatch.setattr(type(engine._loop._runner.executor), "runs_ahead", True)
+    computed: list[Any] = []
+    monkeypatch.setattr(engine._loop, "_done", computed.append)
+    gate = Gate(engine, monkeypatch)
+    first = engine.submit(ask())
+    gate.wait_for_rounds(1)
+    kills = engine.submit(ask("kills"), alone=True)
+    wait_until_queued(engine, 1)
+
+    def check() -> None:
+        raise OSError("the device is gone")
+
+    monkeypatch.setattr(engine._loop._runner.executor, "check", check)
+
+    def fails_then(jobs: list[Job], asked: Asked) -> Started:
+        raise ValueError("injected")
+
+    monkeypatch.setattr(engine._loop._runner, "start", fails_then)
+    gate.open.set()
+    assert isinstance(kills.exception(60), EngineStopped)
+    assert not first.done()
+    engine._hand_over(computed[0])
+    assert first.result(60).answers
+
+
 def test_memory_that_is_short_makes_rounds_smaller(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -348,6 +348,48 @@ def test_weights_are_shares() -> None:
     assert taken.count("a") == pytest.approx(300, abs=10)
 
 
+def test_who_shares_no_round_waits_for_nobody() -> None:
+    """Whatever its class and however urgent others are, piece after piece, and nothing else, not
+    even batch work in its padding, is in its rounds.
+    """
+    scheduler: Scheduler[Item] = Scheduler(100, 10**9, {64: 1.0, 128: 2.0}, buckets)
+    for i in range(6):
+        scheduler.add(Item(f"a{i}", 50), 0.0)
+        scheduler.add(Item(f"urgent{i}", 50, tenant="b", deadline=0.004), 0.0)
+        scheduler.add(Item(f"fills{i}", 5, tenant="b"), 0.0, batch=True)
+    alone = Item("alone", 50, 3, alone=True)
+    scheduler.add(alone, 0.0, batch=True)
+    assert alone in scheduler
+    for _ in range(3):
+        taken, _ = scheduler.next_round(0.0)
+        assert taken == [alone]
+        alone.pieces -= 1
+        if alone.pieces:
+            scheduler.put_back(taken)
+    scheduler.finished(alone)
+    assert len(scheduler.next_round(0.0)[0]) == 2
+
+
+def test_who_shares_no_round_is_charged() -> None:
+    """It goes before the turns of others, and its tenant's other work pays for it."""
+    items = [Item(f"{tenant}{i}", 100, tenant=tenant) for i in range(4) for tenant in "ab"]
+    scheduler = queue_of(*items, Item("alone", 250, tenant="a", alone=True))
+    order = [name for _ in range(7) for name in names(scheduler.next_round(0.0)[0])]
+    assert order == ["alone", "b0", "b1", "b2", "a0", "b3", "a1"]
+
+
+def test_who_shares_no_round_holds_no_checkpoints_beside_another() -> None:
+    """Of several rounds, it waits for the one that has begun, and for no other that is to."""
+    begun, other = Item("begun", 80, 2), Item("other", 80, 2)
+    scheduler = queue_of(begun, other)
+    taken, _ = scheduler.next_round(0.0)
+    scheduler.add(Item("alone", 80, 2, tenant="b", alone=True))
+    scheduler.put_back(taken)
+    assert names(scheduler.next_round(0.0)[0]) == ["begun"]
+    scheduler.finished(begun)
+    assert names(scheduler.next_round(0.0)[0]) == ["alone"]
+
+
 def test_a_burst_does_not_delay_another_tenant() -> None:
     """One request of another tenant waits about a round, not behind the burst."""
     engine = Engine(Scheduler(8192, 10**9))
@@ -367,6 +409,7 @@ WORK = st.builds(
     batch=st.booleans(),
     at=st.floats(0, 0.02),
     is_coming=st.sampled_from([False, False, True]),
+    alone=st.sampled_from([False, False, False, True]),
 )
 
 
@@ -386,6 +429,7 @@ def test_everything_comes_out_once(items: list[Item], bucket: object, known: boo
     assert (len(scheduler), scheduler.queued_tokens) == (0, 0)
     for taken in engine.rounds:
         assert len(taken) == 1 or sum(item.tokens for item in taken) <= 256
+        assert len(taken) == 1 or not any(item.alone for item in taken)
     assert scheduler.load(engine.now).wait_ms == 0.0
     empty = [taken for taken in engine.rounds if not taken]
     assert len(empty) <= len(engine.gone)
