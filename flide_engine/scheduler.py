@@ -319,7 +319,8 @@ class Scheduler(Generic[W]):
         packing.misses = 0
         try:
             while packing.misses < _LOOK_AHEAD and (packing.room > 0 or not packing.taken):
-                beyond = queue.tag(aside[0].work.tenant) if aside else None
+                fair = next((e.work.tenant for e in aside if not e.work.alone), None)
+                beyond = None if fair is None else queue.tag(fair)  # who is alone has no turn
                 entry = queue.pop(self._round_tokens, beyond)
                 if entry is None:
                     break

@@ -415,6 +415,16 @@ WORK = st.builds(
 
 @settings(max_examples=300)
 @given(st.lists(WORK, max_size=40), st.sampled_from([None, buckets]), st.booleans())
+@example(  # a long one alone waits for a long one that has begun, of a tenant that is far ahead
+    [
+        Item("", 122, tenant="c", pieces=2, at=0.008, alone=True),
+        Item("", 300, tenant="a", pieces=3, at=0.006),
+        Item("", 40, tenant="a", at=0.018),
+        Item("", 122, tenant="b", at=0.006, alone=True),
+    ],
+    None,
+    True,
+)
 def test_everything_comes_out_once(items: list[Item], bucket: object, known: bool) -> None:
     """Each request ends or is given up, once; a round is never empty while work can run, and never
     too long.
