@@ -77,6 +77,7 @@ class Request:
     deadline: float | None = None
     is_long: bool = False
     is_coming: bool = False
+    alone: bool = False
 
     @property
     def waiting_tokens(self) -> int:
