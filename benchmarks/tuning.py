@@ -15,15 +15,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.engines.clock import captured, event_ms
 from benchmarks.engines.ours import start
-from benchmarks.kernels import Calls, recorded
+from benchmarks.kernels import Calls, recorded, timed
 from benchmarks.results_file import RESULTS, Row, stamp, write
 from benchmarks.shapes import SHAPES, WORKLOADS
 from benchmarks.weights import weights_folder
@@ -75,33 +73,26 @@ def compared(calls: Calls, ways: Ways, passes: int) -> list[Row]:
     """Microseconds a call of each way of running the same calls, medians, in turn; the engine's
     own choice plays no part.
     """
-    runs = {
-        name: [partial(run, *call.args, **call.keywords) for call in calls.runs]  # type: ignore[attr-defined]
+    every = {
+        name: replace(
+            calls, runs=[partial(run, *c.args, **c.keywords) for c in calls.runs], spans=[]
+        )
         for name, run in ways.items()
     }
     wanted: list[Tensor] = []
     bits: dict[str, bool] = {}
-    for name, every in runs.items():
-        results = [run() for run in every]
+    for name, way in every.items():
+        results = [run() for run in way.runs]
         wanted = wanted or results
         bits[name] = all(map(torch.equal, results, wanted))
-    replays = {name: captured(lambda every=every: _all(every)) for name, every in runs.items()}  # type: ignore[misc]
-    spans: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(passes):
-        for name, replay in replays.items():
-            spans[name].append(1000 * event_ms(replay) / len(calls.runs))
+    timed(list(every.values()), passes)
     rows: list[Row] = []
-    for name, found in spans.items():
+    for name, way in every.items():
         row: Row = {"op": calls.op, "variant": calls.variant, "calls": len(calls.runs)}
-        row |= {"way": name, "us": round(statistics.median(found), 2), "bits": bits[name]}
+        row |= {"way": name, "us": round(statistics.median(way.spans), 2), "bits": bits[name]}
         print(json.dumps(row), flush=True)
         rows.append(row)
     return rows
-
-
-def _all(runs: list[Callable[[], Any]]) -> None:
-    for run in runs:
-        run()
 
 
 @torch.inference_mode()

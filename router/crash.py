@@ -7,6 +7,7 @@ is read there.
 """
 
 import faulthandler
+import logging
 import os
 import sys
 import tempfile
@@ -17,6 +18,8 @@ from typing import IO
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+log = logging.getLogger("ray.serve")
 
 
 class LastWords:
@@ -55,7 +58,8 @@ def taken(node: str, path: str, within_s: float) -> str:
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         task = ray.remote(num_cpus=0, max_retries=0)(_take).options(scheduling_strategy=there)
         words: str = ray.get(task.remote(path), timeout=within_s)
-    except Exception:  # the node is gone, or busy: nothing is known
+    except Exception as error:  # the node is gone, or busy: nothing is known
+        log.warning("the last words of a process of node %s cannot be read: %r", node, error)
         return ""
     return words
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from flide_engine.errors import Overloaded
+from flide_engine.layout.buckets import smallest_bucket
 from flide_engine.scheduler import Scheduler
 
 
@@ -100,3 +101,16 @@ class Engine:
             elif waiting:
                 self.now = max(self.now, waiting[-1].at)
         return refused
+
+
+def queue_of(*items: Item, room: int = 100) -> Scheduler[Item]:
+    """A scheduler with small rounds and those items."""
+    scheduler: Scheduler[Item] = Scheduler(room, 1_000_000)
+    for item in items:
+        scheduler.add(item, item.at, item.batch)
+    return scheduler
+
+
+def buckets(tokens: int) -> int:
+    """Rows of a round of so many tokens."""
+    return smallest_bucket(tokens, (128, 512, 1024, 4096, 8192))
