@@ -161,10 +161,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--pool-gib", type=float, default=24)
     parser.add_argument("--round-tokens", type=int, default=8192, help="of ours, at most")
     parser.add_argument("--late-rounds", action="store_true", help="ours with late rounds, too")
-    parser.add_argument(
-        "--merged", type=int, nargs="*", default=[], metavar="ROWS",
-        help="ours with the delta net in one launch from so many rows on",
-    )  # fmt: skip
     parser.add_argument("--profile", nargs="*", default=[], metavar="WORK")
     parser.add_argument("--host", nargs="*", default=[], metavar="WORK")
     parser.add_argument("--check", nargs="*", default=[], metavar="WORK")
@@ -184,9 +180,6 @@ def main() -> None:
     if args.late_rounds:
         late = {**ours, "config": {**config, "late_rounds": True}}
         workers.append(Worker("ours", args.shape, [], "late", **late))
-    for rows in args.merged:
-        workers.append(Worker("ours", args.shape, [], **ours, merged=rows))
-        workers[-1].mode = f"merged from {rows}"
     if args.ablations:
         pool = min(8, args.pool_gib)
         workers.append(Worker("ablations", args.shape, [], weights=weights, pool_gib=pool))

@@ -142,7 +142,8 @@ def delta_net(args: Arguments, at: Round) -> Cost:
         4 * out * s.key_dim + 3 * size * s.conv_channels  # the rule's in float32
     )
     moved = size * at.rows * (projected.shape[1] + out) + states
-    return Cost(moved, merged_kernel(args, at).flops)
+    parts = prepare(args, at), state_kernel(args, at), output_kernel(args, at)
+    return Cost(moved, sum(part.flops for part in parts))
 
 
 def conv_kernel(args: Arguments, at: Round) -> Cost:
@@ -180,10 +181,26 @@ def output_kernel(args: Arguments, at: Round) -> Cost:
     return Cost(size * (rows + at.chunks * chunk + at.runs * state), float(at.chunks * products))
 
 
-def merged_kernel(args: Arguments, at: Round) -> Cost:
-    """What its three parts hand to each other goes through memory as well."""
-    parts = prep_kernel(args, at), state_kernel(args, at), output_kernel(args, at)
-    return Cost(sum(part.bytes for part in parts), sum(part.flops for part in parts))
+def prepare(args: Arguments, at: Round) -> Cost:
+    """Queries, keys and values before the convolution and gates in; what prep_kernel leaves out,
+    queries after it and what each position takes of the others' values as well.
+    """
+    s, size, given = args["shape"], args["projected"].itemsize, prep_kernel(args, at)
+    queries = at.chunks * s.value_heads * CHUNK * (s.key_dim + CHUNK)
+    moved = given.bytes + size * (at.rows * s.key_heads * s.key_dim + queries)
+    return Cost(moved, given.flops + 2.0 * at.chunks * s.value_heads * CHUNK**2 * s.key_dim)
+
+
+def outputs(args: Arguments, at: Round) -> Cost:
+    """w, u, queries and what `prepare` made of them with the keys, gates and each chunk's state in;
+    outputs out.
+    """
+    s, size = args["shape"], args["projected"].itemsize
+    state = s.value_heads * s.key_dim * s.value_dim
+    chunk = s.value_heads * CHUNK * (2 * s.key_dim + s.value_dim + CHUNK)
+    products = 4 * CHUNK * state + 2 * CHUNK**2 * s.value_heads * s.value_dim
+    moved = at.rows * 2 * s.value_heads * s.value_dim + at.chunks * chunk + at.runs * state
+    return Cost(size * moved, float(at.chunks * products))
 
 
 def label_logits(args: Arguments, at: Round) -> Cost:
@@ -215,7 +232,9 @@ KERNELS: dict[str, Callable[[Arguments, Round], Cost]] = {
     "prep_kernel": prep_kernel,
     "state_kernel": state_kernel,
     "output_kernel": output_kernel,
-    "merged_kernel": merged_kernel,
+    "prepare": prepare,
+    "chain": state_kernel,
+    "outputs": outputs,
     "_label_logits_kernel": label_logits,
 }
 """By the name of the launch."""

@@ -25,7 +25,8 @@ from benchmarks.kernels import Calls, recorded, timed
 from benchmarks.results_file import RESULTS, Row, stamp, write
 from benchmarks.shapes import SHAPES, WORKLOADS
 from benchmarks.weights import weights_folder
-from flide_engine.kernels.delta_net import LARGE, MERGED, SMALL, delta_net
+from flide_engine.kernels.delta_net import LARGE, SMALL, delta_net
+from flide_engine.kernels.delta_net_hopper import delta_net_hopper
 from flide_engine.kernels.invariant_matmul import MatmulTuning, invariant_matmul
 
 Ways = Mapping[str, Callable[..., Tensor]]
@@ -59,14 +60,9 @@ def products(processors: int) -> dict[str, Callable[..., Tensor]]:
 
 
 def delta_nets(processors: int) -> dict[str, Callable[..., Tensor]]:
-    """The tunings of `kernels.delta_net`, and the merged launch in further ones."""
-    tunings = {
-        "small": SMALL,
-        "large": LARGE,
-        "merged": MERGED,
-        "merged, one a processor": replace(MERGED, programs=processors, stages=3),
-    }
-    return {name: partial(delta_net, tuning=tuning) for name, tuning in tunings.items()}
+    """CUDA C++ for Hopper, and the tunings of the Triton kernels."""
+    small, large = (partial(delta_net, tuning=tuning) for tuning in (SMALL, LARGE))
+    return {"hopper": delta_net_hopper, "small": small, "large": large}
 
 
 def compared(calls: Calls, ways: Ways, passes: int) -> list[Row]:

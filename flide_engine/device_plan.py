@@ -18,7 +18,6 @@ from flide_engine.layout.tasks import (
     count_chunks,
     stores_of,
     write_chunks,
-    write_order,
     write_parts,
     write_rows,
     write_scans,
@@ -126,10 +125,8 @@ class Capacity:
             "chunk_skips": (self.chunks,),
             "chunk_slots": (self.chunks,),
             "chunk_sources": (self.chunks,),
-            "chunk_waits": (self.chunks, 2),
-            "scans": (n, 7),
+            "scans": (n, 6),
             "resumed": (n, 2),
-            "order": (self.chunks + n,),
             "tile_queries": (a, self.tile),
             "tile_nodes": (a, 2),
             "tile_ends": (a, 2),
@@ -211,10 +208,10 @@ class Tables:
         read_parts = self._parts("read_tile_", plan, plan.read_rows, reads)
         if parts < 0 or read_parts < 0:
             return False
-        scans, resumed, roots, ordered = self._chunks(plan)
+        scans, resumed = self._chunks(plan)
         written = len(plan.write_pages)
-        host["counts"][:10] = (
-            chunks, tiles, reads, written, resumed, scans, parts, read_parts, roots, ordered,
+        host["counts"][:8] = (
+            chunks, tiles, reads, written, resumed, scans, parts, read_parts,
         )  # fmt: skip
         return True
 
@@ -237,21 +234,17 @@ class Tables:
             *(host[f"{prefix}{name}"] for name in ("queries", "parts", "sums")),
         )  # fmt: skip
 
-    def _chunks(self, plan: RoundPlan) -> tuple[int, int, int, int]:
-        """Writes chunks, scans and their order: how many scans there are, states that are resumed
-        from, scans that start from no state of this round, and entries after them.
-        """
+    def _chunks(self, plan: RoundPlan) -> tuple[int, int]:
+        """Writes chunks and scans: how many scans there are, and states that are resumed from."""
         host, firsts = self.host, np.empty(plan.num_nodes + 1, np.int32)
         write_chunks(
             plan.cu_seqlens, plan.starts, plan.chain_rows,
             host["chunk_rows"], host["chunk_skips"], firsts,
         )  # fmt: skip
-        scans, resumed = write_scans(
+        return write_scans(
             plan.starts, plan.initial_slots, stores_of(plan), firsts, host["chunk_slots"],
-            host["chunk_sources"], host["chunk_waits"], host["scans"], host["resumed"],
+            host["chunk_sources"], host["scans"], host["resumed"],
         )  # fmt: skip
-        order = write_order(firsts, host["chunk_waits"], host["scans"], scans, host["order"])
-        return scans, resumed, *order
 
     def upload(self) -> None:
         """One copy of the whole buffer, asynchronous on the current stream.

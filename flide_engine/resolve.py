@@ -10,6 +10,7 @@ import torch
 from flide_engine.config import EngineConfig
 from flide_engine.errors import ConfigError
 from flide_engine.kernels import REFERENCE, Kernels
+from flide_engine.kernels.hopper.program import has_hopper
 from flide_engine.models.nano import NAME as NANO
 from flide_engine.models.nano import nano_folder
 
@@ -131,6 +132,7 @@ def stack_of(
         parts += ["reference kernels"]
     else:
         parts += [f"triton {_version('triton')}"]
+        parts += ["delta net for sm_90a"] if has_hopper(device) else []
         parts += ["not deterministic" if deterministic is False else "deterministic"]
     return ", ".join(parts)
 

@@ -40,6 +40,7 @@ ONLY = {
         "benchmarks/soak.py",
     ),
     "triton": ("flide_engine/kernels/",),
+    "cuda": ("flide_engine/kernels/hopper/program.py",),
     "fla": ("flide_engine/kernels/",),
     "torch": (
         "flide_engine/kernels/",

@@ -238,18 +238,12 @@ def start(
     pool_gib: float = 24,
     texts: str | None = None,
     part: int = 0,
-    merged: int = 0,
 ) -> Ours:
     """See `benchmarks.engines`. mode: default, deterministic, or what `config` makes of it.
 
     weights: folder. config: further options of EngineConfig. texts: folder of workload files. part:
-    grains of keys that one program of attention takes of a tile; merged: rows from which on the
-    delta net's chunks, chains and outputs are one launch; 0: as the engine has it.
+    grains of keys that one program of attention takes of a tile; 0: as the engine has it.
     """
     graphs.PART = part or graphs.PART
-    if merged:
-        from flide_engine.kernels import delta_net  # asks for Triton
-
-        delta_net.MERGED_ROWS = merged
     config = {"deterministic": mode == "deterministic", **(config or {})}
     return Ours(weights, config, pool_gib, texts)

@@ -12,8 +12,6 @@ With G the cumulative log decay within the chunk and D_ij = e^(G_i - G_j):
 import triton
 import triton.language as tl
 
-from flide_engine.kernels.delta_net_marks import marks_of
-
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -47,15 +45,10 @@ def round_resumed(
 @triton.jit
 def conv_kernel(
     stream, stride, slots, weight, out, row_taps, rows,
-    state, resumed, counts, passed, progress,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr,
-    CONV_SLOT: tl.constexpr, BV: tl.constexpr, SLOT: tl.constexpr, MERGED: tl.constexpr,
-    count_at: tl.constexpr, resumed_at: tl.constexpr, scans_at: tl.constexpr,
+    CONV_SLOT: tl.constexpr,
 ):  # fmt: skip
-    """silu(convolution) of the stream, queries and keys of norm dk^-0.5 and 1: out [T, C].
-
-    MERGED: also what `merged_kernel` finds done: progress cleared, resumed states rounded.
-    """
+    """silu(convolution) of the stream, queries and keys of norm dk^-0.5 and 1: out [T, C]."""
     channels: tl.constexpr = 2 * HK * DK + HV * DV
     head = tl.program_id(1)
     channel = head * DK + tl.arange(0, DK)
@@ -79,12 +72,6 @@ def conv_kernel(
             y *= DK**-0.5
     place = out + (row.to(tl.int64) * channels)[:, None] + channel[None, :]
     tl.store(place, y.to(out.dtype.element_ty), mask=real[:, None])
-    if MERGED and head == 0:
-        scans = tl.load(counts + scans_at)
-        clear(progress, marks_of(tl.load(counts + count_at), scans, HV, DV // BV))
-        # few columns at once, so that this asks for no more registers than the rest
-        count = tl.load(counts + resumed_at)
-        round_resumed(state, resumed, count, passed, HV, DK, DV, ROWS, SLOT)
 
 
 @triton.jit

@@ -55,7 +55,7 @@ def state_kernel(
     dk = tl.arange(0, DK)
     task = tl.atomic_add(progress, 1, sem="relaxed")
     while task < tasks:
-        scan = scans + task // (HV * parts) * 7
+        scan = scans + task // (HV * parts) * 6
         awaited = tl.load(scan + 4)
         if awaited >= 0:
             flag = progress + 1 + awaited * HV * parts + task % (HV * parts)

@@ -12,7 +12,7 @@ class StreamTasks:
     counts [12]: how many of each exist, by the places below.
     row_nodes [T]: node of each row, -1 for padding. row_taps [T, 3]: the three positions
     before each row's, coded as RoundPlan.chain_rows.
-    chunk_*, scans, resumed, order: see `layout.tasks`. passed_states: room for what the scans pass
+    chunk_*, scans, resumed: see `layout.tasks`. passed_states: room for what the scans pass
     on.
     tile_* and read_tile_*: see `write_tiles`, for all rows and for the read rows.
     tile_ends [A, 2]: `ends` of `write_tiles`; read_tile_ends alike.
@@ -28,10 +28,8 @@ class StreamTasks:
     chunk_skips: Tensor
     chunk_slots: Tensor
     chunk_sources: Tensor
-    chunk_waits: Tensor
     scans: Tensor
     resumed: Tensor
-    order: Tensor
     tile_queries: Tensor
     tile_nodes: Tensor
     tile_ends: Tensor
@@ -49,9 +47,7 @@ class StreamTasks:
     sums: int
 
 
-CHUNKS, TILES, READ_TILES, WRITTEN_PAGES, RESUMED, SCANS, PARTS, READ_PARTS, ROOTS, ORDERED = range(
-    10
-)
+CHUNKS, TILES, READ_TILES, WRITTEN_PAGES, RESUMED, SCANS, PARTS, READ_PARTS = range(8)
 """Places in `StreamTasks.counts`."""
 
 

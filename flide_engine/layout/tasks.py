@@ -51,20 +51,18 @@ def write_chunks(
 @compiled
 def write_scans(
     starts: Ints, initial_slots: Ints, stores: Ints, firsts: Ints,
-    slots: Ints, sources: Ints, waits: Ints, scans: Ints, resumed: Ints,
+    slots: Ints, sources: Ints, scans: Ints, resumed: Ints,
 ) -> tuple[int, int]:  # fmt: skip
     """The chains of states; returns how many there are, and how many slots of before this round
     are resumed from.
 
     stores [M, 3]: node, position and slot of each store. slots [C]: slot the state after a chunk is
     stored in, or -1. sources [C]: number of the state before the chunk among those passed on, or
-    -1: zeros. waits [C, 2]: the scan that passes that state on and the how manieth of its states it
-    is, counted from 1; -1 and 0 where it is none of this round's.
-    scans [K, 7]: a run of chunks whose states are needed: its first chunk, how many, the slot it
+    -1: zeros.
+    scans [K, 6]: a run of chunks whose states are needed: its first chunk, how many, the slot it
     starts from or -1, and the number under which it passes on the state after its first chunk;
     further ones follow. A node's last chunk is part of it only if its state is stored. Then the
-    scan before it that stores that slot, or -1, the how manieth of its stores that is, and after
-    how many of its chunks.
+    scan before it that stores that slot, or -1, and the how manieth of its stores that is.
     resumed [Q, 2]: slots of before this round that chunks begin with, and their numbers.
     """
     slots[: firsts[-1]] = -1
@@ -73,25 +71,23 @@ def write_scans(
         slots[firsts[n] + (stores[m, 1] - starts[n] // GRAIN * GRAIN) // GRAIN - 1] = stores[m, 2]
     passed, count = 0, 0
     number_of = {-1: -1}
-    stored_by = {-1: (-1, 0, 0)}
+    stored_by = {-1: (-1, 0)}
     for n in range(len(starts)):
         first, chunks = firsts[n], firsts[n + 1] - firsts[n]
         run = chunks if slots[first + chunks - 1] >= 0 else chunks - 1
         if run > 0:
             scans[count, 0], scans[count, 1] = first, run
             scans[count, 2], scans[count, 3] = initial_slots[n], passed
-            before = stored_by.get(initial_slots[n], (-1, 0, 0))
-            scans[count, 4], scans[count, 5], scans[count, 6] = before
+            scans[count, 4], scans[count, 5] = stored_by.get(initial_slots[n], (-1, 0))
             count += 1
         for i in range(1, chunks):
             sources[first + i] = passed + i - 1
-            waits[first + i, 0], waits[first + i, 1] = count - 1, i
         stored = 0
         for i in range(run):
             if slots[first + i] >= 0:
                 stored += 1
                 number_of[slots[first + i]] = passed + i
-                stored_by[slots[first + i]] = (count - 1, stored, i + 1)
+                stored_by[slots[first + i]] = (count - 1, stored)
         passed += run
     resumes = 0
     for n in range(len(starts)):
@@ -101,44 +97,7 @@ def write_scans(
             resumed[resumes, 0], resumed[resumes, 1] = slot, passed + resumes
             resumes += 1
         sources[firsts[n]] = number_of[slot]
-        scan, _, after = stored_by.get(slot, (-1, 0, 0))
-        waits[firsts[n], 0], waits[firsts[n], 1] = scan, after
     return count, resumes
-
-
-@compiled
-def write_order(firsts: Ints, waits: Ints, scans: Ints, count: int, order: Ints) -> tuple[int, int]:
-    """In which order one launch takes the chains of states and the outputs: how many chains start
-    from no state of this round, and how many entries follow them.
-
-    firsts, waits, scans: `write_chunks`' and `write_scans`' own; count: scans.
-    order [C + K]: those chains; then by trees the outputs of the first node, the chains that start
-    from another's state, and the outputs of the other nodes. A chunk's outputs are its number, a
-    chain is -1 less its scan's number. Nothing waits for what comes after it.
-    """
-    roots = 0
-    for k in range(count):
-        if scans[k, 4] < 0:
-            order[roots] = -1 - k
-            roots += 1
-    at, k, n, nodes = roots, 0, 0, len(firsts) - 1
-    while n < nodes:
-        end = n + 1
-        while end < nodes and waits[firsts[end], 0] >= 0:
-            end += 1
-        for c in range(firsts[n], firsts[n + 1]):
-            order[at] = c
-            at += 1
-        while k < count and scans[k, 0] < firsts[end]:
-            if scans[k, 4] >= 0:
-                order[at] = -1 - k
-                at += 1
-            k += 1
-        for c in range(firsts[n + 1], firsts[end]):
-            order[at] = c
-            at += 1
-        n = end
-    return roots, at - roots
 
 
 @compiled

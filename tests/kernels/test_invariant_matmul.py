@@ -26,10 +26,17 @@ WIDTH, COLUMNS = (96, 72) if INTERPRETED else (3584, 1032)
 
 
 def operands(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and a weight; neither is a whole number of tiles."""
+    """Rows and a weight; neither is a whole number of tiles.
+
+    Interpreted, tiles are multiplied by NumPy's library, which adds up the rows at the end of a
+    tile in another order on some processors: small integers, whose sums are exact.
+    """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, WIDTH, generator=generator)
-    weight = torch.randn(COLUMNS, WIDTH, generator=generator) * WIDTH**-0.5
+    weight = torch.randn(COLUMNS, WIDTH, generator=generator)
+    if INTERPRETED:
+        return (x * 8).round().to(dtype), (weight * 8).round().to(dtype)
+    weight *= WIDTH**-0.5
     return x.to(DEVICE, dtype), weight.to(DEVICE, dtype)
 
 

@@ -17,7 +17,7 @@ from flide_engine.device_plan import Capacity, Tables
 from flide_engine.executor import to_device
 from flide_engine.kernels.attention import attention
 from flide_engine.kernels.attention_ref import AttentionShape, attention_ref
-from flide_engine.kernels.delta_net import LARGE, MERGED, SMALL, DeltaNetTuning, delta_net
+from flide_engine.kernels.delta_net import LARGE, SMALL, DeltaNetTuning, delta_net
 from flide_engine.kernels.delta_net_ref import DeltaNetShape, DeltaNetWeights, delta_net_ref
 from flide_engine.kernels.pointwise import add_rms_norm, swiglu
 from flide_engine.kernels.pointwise_ref import add_rms_norm_ref, swiglu_ref
@@ -105,9 +105,9 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("hk", "hv", "merged"), [(2, 2, False), (1, 2, False), (1, 2, True)])
+@pytest.mark.parametrize(("hk", "hv"), [(2, 2), (1, 2)])
 @pytest.mark.parametrize("kind", [*KINDS, "long"])
-def test_delta_net(kind: str, hk: int, hv: int, merged: bool, dtype: torch.dtype) -> None:
+def test_delta_net(kind: str, hk: int, hv: int, dtype: torch.dtype) -> None:
     """Outputs of all rows, states and convolution rows of all stores."""
     plan, tables = both_streams(kind)
     shape = (
@@ -139,7 +139,7 @@ def test_delta_net(kind: str, hk: int, hv: int, merged: bool, dtype: torch.dtype
         states[1],
         convs[1],
         tables.stream,
-        DeltaNetTuning(7, 4, stages=2, merged=merged),
+        DeltaNetTuning(7, 4, stages=2),
     )
     assert relative_error(got[:rows], want) < RELATIVE_ERROR[dtype]
     assert relative_error(states[1], states[0]) < RELATIVE_ERROR[dtype]
@@ -160,8 +160,8 @@ def test_no_tuning_changes_a_bit(kind: str) -> None:
     projected = random(tables.capacity.rows, c + 2 * width + 4, dtype=dtype)
     found = []
     # the interpreter runs programs one by one, those without work as well
-    tunings = [replace(SMALL, programs=5), replace(LARGE, programs=9), replace(MERGED, programs=3)]
-    for tuning in tunings if INTERPRETED else (SMALL, LARGE, MERGED, replace(MERGED, programs=40)):
+    tunings = [replace(SMALL, programs=5), replace(LARGE, programs=9)]
+    for tuning in tunings if INTERPRETED else (SMALL, LARGE):
         state = torch.zeros(SLOTS, 2, width, width, device=DEVICE)
         conv = torch.zeros(SLOTS, 3, c, device=DEVICE, dtype=dtype)
         out = delta_net(projected, weights, shape, state, conv, tables.stream, tuning)

@@ -1,0 +1,119 @@
+"""CUDA C++ of this folder, compiled by NVRTC for the GPU at hand and launched on torch's stream."""
+
+import ctypes
+import functools
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+FOLDER = Path(__file__).parent
+HOPPER = (9, 0)
+"""Compute capability that the code is written for."""
+
+Argument = Any
+"""A ctypes object: what a kernel takes, by value."""
+
+
+class Launch(Protocol):
+    """A kernel that can be launched."""
+
+    def __call__(
+        self, blocks: int, threads: int, shared_bytes: int, arguments: Sequence[Argument]
+    ) -> None:
+        """So many blocks of so many threads, each with so much shared memory."""
+
+
+@functools.cache
+def has_hopper(device: torch.device) -> bool:
+    """Whether the device runs this folder's code, and NVRTC is there to compile it."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
+        return False
+    try:
+        return find_spec("cuda.bindings.nvrtc") is not None
+    except ImportError:  # of what it lies in
+        return False
+
+
+def pointers_to(arguments: Sequence[Argument]) -> Any:
+    """`void**` of a launch."""
+    return (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+
+
+@functools.cache
+def compiled(source: str, defined: tuple[tuple[str, str | int], ...]) -> Mapping[str, Launch]:
+    """The kernels of a source file of this folder, by name.
+
+    defined: macros, by name. Raises RuntimeError with the compiler's log.
+    """
+    return _Module(source, _cubin(source, dict(defined)))
+
+
+class _Module(dict[str, Launch]):
+    """A loaded module: its kernels by name, looked up when first asked for."""
+
+    def __init__(self, source: str, cubin: bytes) -> None:
+        from cuda.bindings import driver
+
+        torch.cuda.current_stream()  # the context that the module is loaded into
+        super().__init__()
+        self._driver = driver
+        self._module = _checked(driver, driver.cuModuleLoadData(cubin), f"loading {source}")
+
+    def __missing__(self, name: str) -> Launch:
+        driver = self._driver
+        function = _checked(driver, driver.cuModuleGetFunction(self._module, name.encode()), name)
+        most = 0
+
+        def launch(
+            blocks: int, threads: int, shared_bytes: int, arguments: Sequence[Argument]
+        ) -> None:
+            nonlocal most
+            if shared_bytes > most:
+                limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                set_to = driver.cuFuncSetAttribute(function, limit, shared_bytes)
+                _checked(driver, set_to, f"{shared_bytes} bytes of shared memory for {name}")
+                most = shared_bytes
+            held = pointers_to(arguments)
+            done = driver.cuLaunchKernel(
+                function, blocks, 1, 1, threads, 1, 1, shared_bytes,
+                torch.cuda.current_stream().cuda_stream, ctypes.addressof(held), 0,
+            )  # fmt: skip
+            _checked(driver, done, f"launching {name}")
+
+        self[name] = launch
+        return launch
+
+
+def _checked(driver: Any, result: tuple[Any, ...], what: str) -> Any:
+    error, *values = result
+    if error.value != 0:
+        _, name = driver.cuGetErrorName(error)
+        raise RuntimeError(f"{what}: {name.decode()}")
+    return values[0] if values else None
+
+
+def _cubin(source: str, defined: Mapping[str, str | int]) -> bytes:
+    from cuda.bindings import nvrtc
+
+    names = [path.name for path in sorted(FOLDER.glob("*.cuh"))]
+    texts = [(FOLDER / name).read_bytes() for name in names]
+    _, program = nvrtc.nvrtcCreateProgram(
+        (FOLDER / source).read_bytes(), source.encode(), len(names), texts,
+        [name.encode() for name in names],
+    )  # fmt: skip
+    options = ["--gpu-architecture=sm_90a", "--std=c++17"]
+    options += [f"-D{name}={value}" for name, value in defined.items()]
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
+    if error.value != 0:
+        _, size = nvrtc.nvrtcGetProgramLogSize(program)
+        text = b" " * size
+        nvrtc.nvrtcGetProgramLog(program, text)
+        raise RuntimeError(f"{source} does not compile: {text.decode(errors='replace')}")
+    _, size = nvrtc.nvrtcGetCUBINSize(program)
+    cubin: bytes = b" " * size
+    nvrtc.nvrtcGetCUBIN(program, cubin)
+    nvrtc.nvrtcDestroyProgram(program)
+    return cubin
