@@ -33,7 +33,7 @@ class Kernel:
 
 
 KERNELS = {
-    "prepare": Kernel(256, 76304, 3),
+    "prepare": Kernel(256, 76320, 3),
     "chain": Kernel(160, 205088, 1),
     "outputs": Kernel(128, 75536, 3),
 }
@@ -49,8 +49,9 @@ class Lists(ctypes.Structure):
     """`Lists` of tiles.cuh."""
 
     _fields_ = [
-        (name, ctypes.c_void_p)
-        for name in ["rows", "skips", "slots", "sources", "row_taps", "scans", "resumed", "counts"]
+        *((name, ctypes.c_void_p) for name in ("rows", "skips", "slots", "sources")),
+        *((name, ctypes.c_void_p) for name in ("row_taps", "scans", "resumed", "counts")),
+        ("capacity", ctypes.c_int),
     ]
 
 
@@ -125,13 +126,11 @@ def delta_net_hopper(
         recurrent_state.data_ptr(), conv_state.data_ptr(),
         recurrent_state.stride(0), conv_state.stride(0),
     )  # fmt: skip
-    lists = Lists(*(
-        x.data_ptr()
-        for x in (
-            tasks.chunk_rows, tasks.chunk_skips, tasks.chunk_slots, tasks.chunk_sources,
-            tasks.row_taps, tasks.scans, tasks.resumed, tasks.counts,
-        )
-    ))  # fmt: skip
+    given_lists = (
+        tasks.chunk_rows, tasks.chunk_skips, tasks.chunk_slots, tasks.chunk_sources,
+        tasks.row_taps, tasks.scans, tasks.resumed, tasks.counts,
+    )  # fmt: skip
+    lists = Lists(*(x.data_ptr() for x in given_lists), count)
     decay = totals.view(-1)[count * hv * CHUNK :]
     chunks = Chunks(*(x.data_ptr() for x in (*operands, scores, totals, decay)))
     row, z = number(projected.stride(0)), projected[:, shape.conv_channels :]

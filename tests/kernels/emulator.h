@@ -140,6 +140,7 @@ inline u32 pack(float low, float high) {
 }
 inline u32 tf32(float x) { return emulated::bits(x) >> 13 << 13; }
 inline float exp2_of(float x) { return std::exp2(x); }
+inline float log_of(float x) { return std::log2(x); }
 inline float rsqrt_of(float x) { return 1.0f / std::sqrt(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
 
@@ -243,6 +244,7 @@ inline void barrier_expect(u64* at, u32 bytes) {
 inline void barrier_wait(u64* at, u32 parity) {
     while (emulated::barrier(at).phase == parity) emulated::yield();
 }
+inline int fresh(int x) { return x; }
 inline void pause() { emulated::yield(); }
 inline void copy_16(void* shared, const void* global) { memcpy(shared, global, 16); }
 inline void copies_done() {}

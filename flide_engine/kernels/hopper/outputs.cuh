@@ -36,16 +36,15 @@ struct Output {
 };
 
 /// Begins the copies of a chunk and head; source: of the state before it, -1: zeros. One thread.
-__device__ inline void bring(Output& own, const Chunks& chunks, const u16* passed, int at, int head,
-                             int source) {
+__device__ inline void bring(Output& own, const Chunks& chunks, const u16* passed, int at, int source) {
     const i64 place = at;
-    barrier_expect(&own.full, (OPERAND + SCORES) * 2 + (source < 0 ? 0 : (STATE + OPERAND) * 2));
-    if (source >= 0) {
-        copy_into(own.state, passed + (static_cast<i64>(source) * HV + head) * STATE, STATE * 2, &own.full);
-        copy_into(own.w, chunks.w + place * OPERAND, OPERAND * 2, &own.full);
-    }
+    barrier_expect(&own.full, (OPERAND + OPERAND + SCORES) * 2 + (source < 0 ? 0 : STATE * 2));
+    copy_into(own.w, chunks.w + place * OPERAND, OPERAND * 2, &own.full);
     copy_into(own.q, chunks.q + place * OPERAND, OPERAND * 2, &own.full);
     copy_into(own.p, chunks.p + place * SCORES, SCORES * 2, &own.full);
+    if (source >= 0) {
+        copy_into(own.state, passed + (static_cast<i64>(source) * HV + at % HV) * STATE, STATE * 2, &own.full);
+    }
     barrier_arrive(&own.full);
 }
 
@@ -152,19 +151,20 @@ extern "C" __global__ void __launch_bounds__(128, 3)
             const u16* passed, u16* out) {
     SHARED_BYTES(memory);
     Output& own = *reinterpret_cast<Output*>(memory);
-    const int thread = threadIdx.x, warp = thread / LANES, lane = thread % LANES;
-    const int eight = thread % 16;
-    if (thread == 0) {
+    const int tasks = lists.counts[CHUNK_COUNT] * HV;
+    int coming = blockIdx.x / HV < lists.capacity ? lists.sources[blockIdx.x / HV] : -1;
+    if (threadIdx.x == 0) {
         barrier_init(&own.full, 1);
         barriers_made();
     }
     sync_block();
-    const int tasks = lists.counts[CHUNK_COUNT] * HV;
     u32 parity = 0;
     for (int task = blockIdx.x; task < tasks; task += gridDim.x, parity ^= 1) {
-        const int c = task / HV, head = task % HV;
-        const int source = lists.sources[c];
-        if (thread == 0) bring(own, chunks, passed, task, head, source);
+        const int thread = fresh(threadIdx.x), warp = thread / LANES, lane = thread % LANES, eight = thread % 16;
+        const int c = task / HV, head = task % HV, source = coming;
+        // the next one's, so that nobody waits for it
+        coming = task + gridDim.x < tasks ? lists.sources[(task + gridDim.x) / HV] : -1;
+        if (thread == 0) bring(own, chunks, passed, task, source);
         const uint4* u = reinterpret_cast<const uint4*>(chunks.u + static_cast<i64>(task) * OPERAND);
         if (thread < CHUNK) {
             const int row = lists.rows[c * CHUNK + thread];

@@ -24,13 +24,14 @@ union Rows {
 /// Shared memory of a block. rows: of queries (values later), keys (kd later), values (w later). taps: of their
 /// convolutions, times -log2(e), eight channels of a tap side by side. blocks: A's lower blocks of
 /// 16 x 16, on the diagonal their inverses later. inverse: X, bfloat16 [64, 64]. codes: of rows, as
-/// RoundPlan.chain_rows.
+/// RoundPlan.chain_rows. ends: log decay of each half of the chunk.
 struct Preparing {
     Rows rows[3];
     float taps[3][4][DIM];
     float blocks[10 * 256];
     uint4 inverse[SCORES / 8];
     int codes[HISTORY + CHUNK];
+    float ends[2];
 
     __device__ float* total() { return rows[0].numbers[0]; }  // G
     __device__ float* beta() { return rows[0].numbers[1]; }
@@ -57,11 +58,11 @@ __device__ inline float& in_block(float* blocks, int i, int m, int row, int colu
 
 /// Begins to copy the raw rows of a chunk, from the stream or from where a slot keeps them.
 __device__ inline void fetch(Preparing& own, const u16* stream, i64 stride, const Slots& slots, int key_head,
-                             int head) {
-    const int eight = threadIdx.x % 16;
+                             int head, int thread) {
+    const int eight = thread % 16;
     const int first[3] = {key_head * DIM, (HK + key_head) * DIM, (2 * HK + head) * DIM};
 #pragma unroll 1
-    for (int i = threadIdx.x / 16; i < HISTORY + CHUNK; i += THREADS / 16) {
+    for (int i = thread / 16; i < HISTORY + CHUNK; i += THREADS / 16) {
         const int code = own.codes[i];
         const u16* row = stream + code * stride;
         if (code < -1) {
@@ -142,8 +143,8 @@ __device__ inline void activate(float (&y)[ROWS_OF_THREAD][8], uint4* tile, cons
 
 /// Queries and keys, in place. 16 threads take four rows, each eight channels. One loop body: code
 /// that outgrows the instruction cache costs more than the loop.
-__device__ inline void convolve_keys(Preparing& own) {
-    const int eight = threadIdx.x % 16, low = threadIdx.x / 16 * ROWS_OF_THREAD;
+__device__ inline void convolve_keys(Preparing& own, int thread) {
+    const int eight = thread % 16, low = thread / 16 * ROWS_OF_THREAD;
 #pragma unroll 1
     for (int kind = 0; kind < 2; kind++) {
         float y[ROWS_OF_THREAD][8] = {};
@@ -154,56 +155,47 @@ __device__ inline void convolve_keys(Preparing& own) {
 }
 
 /// Values, into the place of the queries, by four warps, while others solve.
-__device__ inline void convolve_values(Preparing& own) {
-    const int eight = threadIdx.x % 16;
+__device__ inline void convolve_values(Preparing& own, int thread) {
+    const int eight = thread % 16;
 #pragma unroll 1
-    for (int low = threadIdx.x / 16 * ROWS_OF_THREAD; low < CHUNK; low += 32) {
+    for (int low = thread / 16 * ROWS_OF_THREAD; low < CHUNK; low += 32) {
         float y[ROWS_OF_THREAD][8] = {};
         add_taps(y, own, 2, low, eight);
         activate(y, own.rows[0].tile, own, 2, low, eight);
     }
 }
 
-/// Two positions of a lane: cumulative log decay and beta.
-struct Gates {
-    float total[2], beta[2];
+/// A position: cumulative log decay within its half of the chunk, and beta.
+struct Gate {
+    float total, beta;
 };
 
-/// Of 64 positions, neutral where there is none; by one warp.
-__device__ inline Gates load_gates(const Preparing& own, const u16* stream, i64 stride, int head, float rate,
-                                   float bias, int lane) {
-    Gates made;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int row = own.codes[HISTORY + half * LANES + lane];
-        float g = 0.0f, beta = 0.0f;
-        if (row >= 0) {
-            const u16* gate = stream + row * stride + CHANNELS + HV * DIM + head;
-            const float x = number_of(gate[HV]) + bias;
-            g = rate * (x > 20.0f ? x : log1pf(expf(x)));
-            beta = reciprocal(1.0f + exp2_of(-LOG2_E * number_of(gate[0])));
-        }
-#pragma unroll
-        for (int apart = 1; apart < LANES; apart *= 2) {
-            const float before = shuffle_up(g, apart);
-            if (lane >= apart) g += before;
-        }
-        made.total[half] = g, made.beta[half] = beta;
+/// Of a position a thread, neutral where there is none; by two warps.
+__device__ inline Gate load_gate(int row, const u16* stream, i64 stride, int head, float rate, float bias,
+                                 int lane) {
+    float g = 0.0f, beta = 0.0f;
+    if (row >= 0) {
+        const u16* gate = stream + row * stride + CHANNELS + HV * DIM + head;
+        const float x = number_of(gate[HV]) + bias;
+        const float softplus = x > 20.0f ? x * LOG2_E : log_of(1.0f + exp2_of(LOG2_E * x));  // base 2
+        g = rate * softplus;
+        beta = reciprocal(1.0f + exp2_of(-LOG2_E * number_of(gate[0])));
     }
-    made.total[1] += shuffle(made.total[0], LANES - 1);
-    return made;
+#pragma unroll
+    for (int apart = 1; apart < LANES; apart *= 2) {
+        const float before = shuffle_up(g, apart);
+        if (lane >= apart) g += before;
+    }
+    return Gate{g, beta};
 }
 
-__device__ inline void store_gates(Preparing& own, const Gates& gates, int lane) {
-    const float end = shuffle(gates.total[1], LANES - 1);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int j = half * LANES + lane;
-        own.total()[j] = gates.total[half];
-        own.beta()[j] = gates.beta[half];
-        own.write()[j] = gates.beta[half] * exp2_of(gates.total[half]);
-        own.keep()[j] = exp2_of(end - gates.total[half]);
-    }
+/// By the same warps, once all know both halves' ends.
+__device__ inline void store_gate(Preparing& own, const Gate& gate, int j, float end) {
+    const float total = gate.total + (j < LANES ? 0.0f : own.ends[0]);
+    own.total()[j] = total;
+    own.beta()[j] = gate.beta;
+    own.write()[j] = gate.beta * exp2_of(total);
+    own.keep()[j] = exp2_of(end - total);
 }
 
 /// x k^T of 16 rows of a tile, up to the diagonal.
@@ -465,27 +457,34 @@ __device__ inline void round_state(const float* state, uint4* passed, int tile, 
     }
 }
 
-/// A chunk and head.
+/// Of a chunk's rows that of a thread, as RoundPlan.chain_rows.
+__device__ inline int code_of(const Lists& lists, int c, int thread) {
+    if (thread >= HISTORY + CHUNK) return -1;
+    const int* rows = lists.rows + c * CHUNK;
+    return thread < HISTORY ? lists.row_taps[rows[0] * HISTORY + thread] : rows[thread - HISTORY];
+}
+
+/// A chunk and head. code: `code_of` it.
 __device__ inline void prepare_chunk(Preparing& own, const u16* stream, i64 stride, float rate, float bias,
-                                     const Slots& slots, const Lists& lists, const Chunks& chunks, int task) {
-    const int thread = threadIdx.x, warp = thread / LANES, lane = thread % LANES, part = warp % 4;
+                                     const Slots& slots, const Lists& lists, const Chunks& chunks, int task,
+                                     int code) {
+    const int thread = fresh(threadIdx.x), warp = thread / LANES, lane = thread % LANES, part = warp % 4;
     const int c = task / HV, head = task % HV, key_head = head / RATIO;
     const i64 at = static_cast<i64>(task) * OPERAND;
-    const int* rows = lists.rows + c * CHUNK;
     if (thread == 0) copied_out();
     sync_block();  // all have read what the chunk before left
-    if (thread < CHUNK) own.codes[HISTORY + thread] = rows[thread];
-    if (thread >= CHUNK && thread < CHUNK + HISTORY) {
-        own.codes[thread - CHUNK] = lists.row_taps[rows[0] * HISTORY + thread - CHUNK];
-    }
+    if (thread < HISTORY + CHUNK) own.codes[thread] = code;
     sync_block();
-    fetch(own, stream, stride, slots, key_head, head);
-    Gates gates;
-    if (warp == 7) gates = load_gates(own, stream, stride, head, rate, bias, lane);
+    fetch(own, stream, stride, slots, key_head, head, thread);
+    Gate gate;
+    if (warp >= 6) {
+        gate = load_gate(own.codes[HISTORY + thread - 192], stream, stride, head, rate, bias, lane);
+        if (lane == LANES - 1) own.ends[warp - 6] = gate.total;
+    }
     copies_done();
     sync_block();
-    convolve_keys(own);
-    if (warp == 7) store_gates(own, gates, lane);
+    convolve_keys(own, thread);
+    if (warp >= 6) store_gate(own, gate, thread - 192, own.ends[0] + own.ends[1]);
     before_copies();
     sync_block();
     if (thread == 0) copy_out(chunks.q + at, own.rows[0].tile, OPERAND * 2);
@@ -503,7 +502,7 @@ __device__ inline void prepare_chunk(Preparing& own, const u16* stream, i64 stri
     u32 written[4][4];
     decay_keys(written, own, warp, lane);
     if (warp < 4) {
-        convolve_values(own);
+        convolve_values(own, thread);
     } else if (part < 3) {
         solve_column(own, part, lane);
     }
@@ -530,23 +529,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
             Slots slots, Lists lists, Chunks chunks, u16* passed, int* progress) {
     SHARED_BYTES(memory);
     Preparing& own = *reinterpret_cast<Preparing*>(memory);
-    const int thread = threadIdx.x;
-    const int marks = 1 + lists.counts[SCAN_COUNT] * HV * PARTS;
-    for (int i = blockIdx.x * THREADS + thread; i < marks; i += gridDim.x * THREADS) progress[i] = 0;
-    // a block has one head, whose taps it keeps
-    const int head = blockIdx.x % HV;
-    load_taps(own, conv, head);
-    const float rate = -expf(a_log[head]) * LOG2_E, bias = number_of(dt_bias[head]);
+    // a block has one head, whose taps it keeps; what can be asked for at once is
+    const int thread = threadIdx.x, head = blockIdx.x % HV, step = gridDim.x / HV;
+    int c = blockIdx.x / HV;
+    int code = c < lists.capacity ? code_of(lists, c, thread) : -1;
     const int count = lists.counts[CHUNK_COUNT], every = count + lists.counts[RESUMED_COUNT];
-    for (int c = blockIdx.x / HV; c < every; c += gridDim.x / HV) {
-        if (c < count) {
-            prepare_chunk(own, stream, stride, rate, bias, slots, lists, chunks, c * HV + head);
-        } else {
-            const int* resumed = lists.resumed + (c - count) * 2;
-            const float* state = slots.state + resumed[0] * slots.state_stride + head * STATE;
-            u16* place = passed + (static_cast<i64>(resumed[1]) * HV + head) * STATE;
-            round_state(state, reinterpret_cast<uint4*>(place), thread / LANES, thread % LANES);
-        }
+    const int marks = 1 + lists.counts[SCAN_COUNT] * HV * PARTS;
+    const float rate = -expf(a_log[head]), bias = number_of(dt_bias[head]);
+    load_taps(own, conv, head);
+    for (int i = blockIdx.x * THREADS + thread; i < marks; i += gridDim.x * THREADS) progress[i] = 0;
+    for (; c < count; c += step) {
+        prepare_chunk(own, stream, stride, rate, bias, slots, lists, chunks, c * HV + head, code);
+        code = c + step < count ? code_of(lists, c + step, thread) : -1;
+    }
+    for (; c < every; c += step) {
+        const int* resumed = lists.resumed + (c - count) * 2;
+        const float* state = slots.state + resumed[0] * slots.state_stride + head * STATE;
+        u16* place = passed + (static_cast<i64>(resumed[1]) * HV + head) * STATE;
+        round_state(state, reinterpret_cast<uint4*>(place), thread / LANES, thread % LANES);
     }
     if (thread == 0) written_out();
 }

@@ -39,6 +39,13 @@ __device__ inline float exp2_of(float x) {
     return made;
 }
 
+/// The logarithm to base 2.
+__device__ inline float log_of(float x) {
+    float made;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(made) : "f"(x));
+    return made;
+}
+
 __device__ inline float rsqrt_of(float x) {
     float made;
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(made) : "f"(x));
@@ -153,6 +160,13 @@ __device__ inline void barrier_wait(u64* barrier, u32 parity) {
         "again:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
         "@done bra.uni over;\nbra.uni again;\nover:\n}" ::"r"(address_of(barrier)), "r"(parity)
         : "memory");
+}
+
+/// x, of which nothing is computed before: what a loop needs anew costs less than keeping it in memory.
+__device__ inline int fresh(int x) {
+    int made;
+    asm volatile("mov.u32 %0, %1;" : "=r"(made) : "r"(x));
+    return made;
 }
 
 /// A while that costs others nothing.

@@ -38,6 +38,7 @@ struct Chunks {
 struct Lists {
     const int *rows, *skips, *slots, *sources;  // of a chunk
     const int *row_taps, *scans, *resumed, *counts;
+    int capacity;  // chunks that there is room for
 };
 
 /// Where checkpoints lie: states of one layer, float32 [slot, HV, 128, 128], and the last three rows
