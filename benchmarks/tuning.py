@@ -2,7 +2,7 @@
 
 The calls of one forward pass are recorded (`benchmarks.kernels`), so weights and activations are
 those of every layer in turn. Each distinct product is run by cuBLAS and by `invariant_matmul` in
-tiles of several shapes, the delta net in the tunings that its module knows; each way of running
+tiles of several shapes, the delta net for Hopper and in Triton's tunings; each way of running
 them is one graph, and the graphs take turns. `bits` says whether all results were those of the
 first way. What wins is written into the kernels' modules by hand, and the rows into
 benchmarks/results/tuning.json, so that it can be told later why.
@@ -59,10 +59,12 @@ def products(processors: int) -> dict[str, Callable[..., Tensor]]:
     return found
 
 
-def delta_nets(processors: int) -> dict[str, Callable[..., Tensor]]:
-    """CUDA C++ for Hopper, and the tunings of the Triton kernels."""
-    small, large = (partial(delta_net, tuning=tuning) for tuning in (SMALL, LARGE))
-    return {"hopper": delta_net_hopper, "small": small, "large": large}
+DELTA_NETS: Ways = {
+    "hopper": delta_net_hopper,
+    "small": partial(delta_net, tuning=SMALL),
+    "large": partial(delta_net, tuning=LARGE),
+}
+"""CUDA C++ for Hopper, and the tunings of the Triton kernels."""
 
 
 def compared(calls: Calls, ways: Ways, passes: int) -> list[Row]:
@@ -106,7 +108,7 @@ def main() -> None:
     folder = str(weights_folder(args.shape, args.weights))
     ours = start(args.shape, "default", folder, {"dtype": "bfloat16"}, args.pool_gib)
     processors = torch.cuda.get_device_properties(ours.device).multi_processor_count
-    ways = {"linear": products(processors), "delta_net": delta_nets(processors)}
+    ways = {"linear": products(processors), "delta_net": DELTA_NETS}
     rows: list[Row] = []
     for work in args.works:
         every, _ = recorded(ours, work, ours.device)

@@ -169,6 +169,9 @@ def test_every_operation_and_kernel_has_a_floor() -> None:
     sources = [p.read_text() for p in (ROOT / "flide_engine/kernels").glob("*.py")]
     launched = {name for text in sources for name in re.findall(r"^    (\w+_kernel)\[", text, re.M)}
     launched |= {n for text in sources for n in re.findall(r"^        (\w+_kernel)\[", text, re.M)}
+    hopper = (ROOT / "flide_engine/kernels/hopper").glob("*.cuh")
+    entries = r'extern "C" __global__ void \S+(?:, \d\))?\s+(\w+)\('
+    launched |= {name for path in hopper for name in re.findall(entries, path.read_text())}
     assert set(KERNELS) == launched
 
 

@@ -19,11 +19,21 @@
 #define __noinline__
 #define SHARED_BYTES(name) unsigned char* name = emulated::shared.data()
 
-struct uint4 { u32 x, y, z, w; };
-struct uint2 { u32 x, y; };
-struct float2 { float x, y; };
-struct float4 { float x, y, z, w; };
-struct Place { int x; };
+struct uint4 {
+    u32 x, y, z, w;
+};
+struct uint2 {
+    u32 x, y;
+};
+struct float2 {
+    float x, y;
+};
+struct float4 {
+    float x, y, z, w;
+};
+struct Place {
+    int x;
+};
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
@@ -89,7 +99,10 @@ inline u32 rounded(float x) {
     const u32 b = bits(x);
     return (std::isnan(x) ? b | 0x400000u : b + 0x7fff + (b >> 16 & 1)) & 0xffff0000u;
 }
-struct Barrier { uint8_t pending, count, phase, unused; int32_t bytes; };
+struct Barrier {
+    uint8_t pending, count, phase, unused;
+    int32_t bytes;
+};
 static_assert(sizeof(Barrier) == 8);
 inline Barrier& barrier(u64* at) { return *reinterpret_cast<Barrier*>(at); }
 inline void settle(Barrier& b) {
@@ -198,9 +211,15 @@ inline float from_lane(float x, const std::function<int(int)>& source) {
     const int lane = source(emulated::current % 32);
     return lane < 0 ? x : emulated::f32(all[lane][0]);
 }
-inline float shuffle_xor(float x, int mask) { return from_lane(x, [=](int t) { return t ^ mask; }); }
-inline float shuffle_up(float x, int by) { return from_lane(x, [=](int t) { return t - by; }); }
-inline float shuffle(float x, int lane) { return from_lane(x, [=](int) { return lane; }); }
+inline float shuffle_xor(float x, int mask) {
+    return from_lane(x, [=](int t) { return t ^ mask; });
+}
+inline float shuffle_up(float x, int by) {
+    return from_lane(x, [=](int t) { return t - by; });
+}
+inline float shuffle(float x, int lane) {
+    return from_lane(x, [=](int) { return lane; });
+}
 inline int shuffle(int x, int lane) {
     const u64 mine[1] = {static_cast<u32>(x)};
     return static_cast<int>(emulated::together(mine, 1)[lane][0]);
@@ -258,7 +277,8 @@ inline void products_end() {}
 template <int N>
 inline void settle(float (&)[N][4]) {}
 inline u32 operand(const void* shared) {
-    return static_cast<u32>((static_cast<const unsigned char*>(shared) - emulated::shared.data()) / 16);
+    return static_cast<u32>((static_cast<const unsigned char*>(shared) - emulated::shared.data()) /
+                            16);
 }
 
 /// Element of a tile [64, 128] as tiles.cuh has it.

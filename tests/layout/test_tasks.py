@@ -94,22 +94,19 @@ def follow(plan: RoundPlan, tasks: SimpleNamespace) -> None:
     handed: dict[int, list[int]] = {-1: []}
     for slot, number in tasks.resumed.tolist():
         slots[slot] = handed[number] = [-2 - slot]  # from before the round
-    stored: dict[int, tuple[int, int, int]] = {}
-    passed: dict[int, list[int]] = {}
+    stored: dict[int, tuple[int, int]] = {}
     for at, (first, count, slot, number, *awaited) in enumerate(tasks.scans.tolist()):
-        assert tuple(awaited) == stored.get(slot, (-1, 0, 0))
+        assert tuple(awaited) == stored.get(slot, (-1, 0))
         state, kept_here = slots[slot], 0
         for i in range(count):
             rows = [r for r in tasks.chunk_rows[first + i].tolist() if r >= 0]
             state = handed[number + i] = state + rows
-            passed[number + i] = [at, i + 1]
             if (kept := int(tasks.chunk_slots[first + i])) >= 0:
                 kept_here += 1
-                slots[kept], stored[kept] = state, (at, kept_here, i + 1)
+                slots[kept], stored[kept] = state, (at, kept_here)
     for c, source in enumerate(tasks.chunk_sources.tolist()):
         node, at = place_of(plan, tasks, c)
         assert handed[source] == state_before(plan, node, at)
-        assert tasks.chunk_waits[c].tolist() == passed.get(source, [-1, 0])
 
 
 def keys_before(plan: object, node: int) -> list[int]:

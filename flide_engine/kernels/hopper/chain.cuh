@@ -2,9 +2,9 @@
 //
 //     S = e^(G_63) S + kd^T (u - w S)
 //
-// A warpgroup carries 64 values of S, transposed, in registers: as the sum of a product holds it, and
-// rounded as the left operand of the next one does, so nothing moves between lanes. A fifth warp
-// claims chains and copies w, kd and u ahead, over the end of a chain into the next.
+// A warpgroup carries 64 values of S, transposed, in registers: as the sum of a product holds it,
+// and rounded as the left operand of the next one does, so nothing moves between lanes. A fifth
+// warp claims chains and copies w, kd and u ahead, over the end of a chain into the next.
 //
 // A chain that starts from a slot of this round waits until its ancestor has stored it. Chains are
 // claimed in stream order, ancestors first, and run in the order of their claims, so the first that
@@ -13,7 +13,7 @@
 #include "tiles.cuh"
 
 constexpr int STAGES = 5;
-constexpr int VALUES = OPERAND / PARTS;  // elements of u of a block
+constexpr int VALUES = OPERAND / PARTS;             // elements of u of a block
 constexpr int COPIED = (2 * OPERAND + VALUES) * 2;  // bytes of a stage
 constexpr int STORERS = 4 * LANES;  // each says so when it has stored its part of a state
 
@@ -32,7 +32,8 @@ struct Chaining {
 };
 
 /// Claims chains, and copies what their chunks need, as stages become free; one warp.
-__device__ inline void feed(Chaining& own, const Lists& lists, const Chunks& chunks, int* progress, int lane) {
+__device__ inline void feed(Chaining& own, const Lists& lists, const Chunks& chunks, int* progress,
+                            int lane) {
     const int tasks = lists.counts[SCAN_COUNT] * HV * PARTS;
     int turn = 0, coming = lane == 0 ? claim(progress) : 0;
     for (int task = first_lane(coming); task < tasks; task = first_lane(coming)) {
@@ -40,7 +41,8 @@ __device__ inline void feed(Chaining& own, const Lists& lists, const Chunks& chu
         const int* scan = lists.scans + task / (HV * PARTS) * 6;
         const int first = scan[0], count = scan[1], out = scan[3];
         const int* flag = scan[4] < 0 ? nullptr : progress + 1 + scan[4] * (HV * PARTS) + inside;
-        const int needed = scan[5] * STORERS;  // for all parts of all states up to the one it starts from
+        const int needed =
+            scan[5] * STORERS;  // for all parts of all states up to the one it starts from
         int kept = -1;
         float decay = 0.0f;
         for (int i = 0; i < count; i++, turn++) {
@@ -52,14 +54,16 @@ __device__ inline void feed(Chaining& own, const Lists& lists, const Chunks& chu
             const int slot = shuffle(kept, i % LANES);
             const float shrinks = shuffle(decay, i % LANES);
             if (lane != 0) continue;
-            if (i == (count < STAGES ? 0 : count - STAGES)) coming = claim(progress);  // not long before
+            if (i == (count < STAGES ? 0 : count - STAGES))
+                coming = claim(progress);  // not long before
             barrier_wait(&own.empty[stage], (turn / STAGES + 1) & 1);
             own.steps[stage] = Step{task, out + i, slot, i == 0, i + 1 == count, scan[2]};
             own.decay[stage] = shrinks;
             barrier_expect(&own.full[stage], COPIED);
             const i64 place = static_cast<i64>(at) * OPERAND;
             copy_into(own.w[stage], chunks.w + place, OPERAND * 2, &own.full[stage]);
-            copy_into(own.u[stage], chunks.u + place + inside % PARTS * VALUES, VALUES * 2, &own.full[stage]);
+            copy_into(own.u[stage], chunks.u + place + inside % PARTS * VALUES, VALUES * 2,
+                      &own.full[stage]);
             copy_into(own.kd[stage], chunks.kd + place, OPERAND * 2, &own.full[stage]);
             while (i == 0 && flag != nullptr && acquire(flag) < needed) pause();
             barrier_arrive(&own.full[stage]);
@@ -80,9 +84,10 @@ __device__ inline void load_state(float (&s)[16][4], const float* state, int g, 
     for (int n = 0; n < 16; n++) {
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            s[n][e] = state == nullptr
-                          ? 0.0f
-                          : load_shared_by_all(state + (n * 8 + 2 * h + e % 2) * DIM + e / 2 * 8 + g);
+            s[n][e] =
+                state == nullptr
+                    ? 0.0f
+                    : load_shared_by_all(state + (n * 8 + 2 * h + e % 2) * DIM + e / 2 * 8 + g);
         }
     }
 }
@@ -126,8 +131,8 @@ __device__ inline void pass_on(uint4* out, const uint4 (&state)[8], int tile, in
 }
 
 /// All chains of the block, 16 values a warp. What nothing waits for is done while products run.
-__device__ inline void follow(Chaining& own, const Slots& slots, uint4* passed, int* progress, int warp,
-                              int lane) {
+__device__ inline void follow(Chaining& own, const Slots& slots, uint4* passed, int* progress,
+                              int warp, int lane) {
     const int g = lane / 4, h = lane % 4;
     float s[16][4];
     uint4 left[8];

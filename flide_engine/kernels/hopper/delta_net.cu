@@ -3,4 +3,5 @@
 #include "prepare.cuh"
 
 static_assert(sizeof(Preparing) <= PREPARE_BYTES && sizeof(Chaining) <= CHAIN_BYTES &&
-              sizeof(Output) <= OUTPUTS_BYTES, "delta_net_hopper.py knows these sizes");
+                  sizeof(Output) <= OUTPUTS_BYTES,
+              "delta_net_hopper.py knows these sizes");

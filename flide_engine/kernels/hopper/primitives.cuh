@@ -2,11 +2,10 @@
 //
 // A warp's lane t holds, with g = t / 4 and h = t % 4, of m16n8k16 and m16n8k8 products
 // (PTX ISA, "Matrix Fragments for mma.m16n8k16" and "mma.m16n8k8"):
-//   A [16, 16] bf16  a0 (g, 2h), a1 (g + 8, 2h), a2 (g, 2h + 8), a3 (g + 8, 2h + 8), two columns each
-//   B [16, 8] bf16   b0 (2h, g), b1 (2h + 8, g), two rows each
-//   C [16, 8] f32    c0 (g, 2h), c1 (g, 2h + 1), c2 (g + 8, 2h), c3 (g + 8, 2h + 1)
-//   A [16, 8] tf32   a0 (g, h), a1 (g + 8, h), a2 (g, h + 4), a3 (g + 8, h + 4)
-//   B [8, 8] tf32    b0 (h, g), b1 (h + 4, g)
+//   A [16, 16] bf16  a0 (g, 2h), a1 (g + 8, 2h), a2 (g, 2h + 8), a3 (g + 8, 2h + 8), two columns
+//   each B [16, 8] bf16   b0 (2h, g), b1 (2h + 8, g), two rows each C [16, 8] f32    c0 (g, 2h), c1
+//   (g, 2h + 1), c2 (g + 8, 2h), c3 (g + 8, 2h + 1) A [16, 8] tf32   a0 (g, h), a1 (g + 8, h), a2
+//   (g, h + 4), a3 (g + 8, h + 4) B [8, 8] tf32    b0 (h, g), b1 (h + 4, g)
 // EMULATED: the same functions on a CPU, for tests (tests/kernels/emulator.h).
 #pragma once
 
@@ -61,8 +60,8 @@ __device__ inline float reciprocal(float x) {
 
 /// c += a b, operands bfloat16.
 __device__ inline void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, "
         "{%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -70,8 +69,7 @@ __device__ inline void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1
 
 /// c += a b, operands tf32.
 __device__ inline void mma_tf32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm(
-        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -85,14 +83,16 @@ __device__ inline u32 address_of(const void* shared) {
 __device__ inline void ldmatrix(u32 (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address_of(row)) : "memory");
+                 : "r"(address_of(row))
+                 : "memory");
 }
 
 /// The same, each matrix transposed.
 __device__ inline void ldmatrix_transposed(u32 (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address_of(row)) : "memory");
+                 : "r"(address_of(row))
+                 : "memory");
 }
 
 __device__ inline float shuffle_xor(float x, int mask) {
@@ -139,7 +139,8 @@ __device__ inline void barriers_made() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/// Between what a thread wrote into shared memory and copies that overwrite it; then the block waits.
+/// Between what a thread wrote into shared memory and copies that overwrite it; then the block
+/// waits.
 __device__ inline void before_copies() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -150,19 +151,23 @@ __device__ inline void barrier_arrive(u64* barrier) {
 
 /// Has the barrier wait for so many bytes of copies, besides arrivals.
 __device__ inline void barrier_expect(u64* barrier, u32 bytes) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(address_of(barrier)),
-                 "r"(bytes) : "memory");
+    asm volatile(
+        "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(address_of(barrier)),
+        "r"(bytes)
+        : "memory");
 }
 
 __device__ inline void barrier_wait(u64* barrier, u32 parity) {
     asm volatile(
         "{\n.reg .pred done;\n"
         "again:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-        "@done bra.uni over;\nbra.uni again;\nover:\n}" ::"r"(address_of(barrier)), "r"(parity)
+        "@done bra.uni over;\nbra.uni again;\nover:\n}" ::"r"(address_of(barrier)),
+        "r"(parity)
         : "memory");
 }
 
-/// x, of which nothing is computed before: what a loop needs anew costs less than keeping it in memory.
+/// x, of which nothing is computed before: what a loop needs anew costs less than keeping it in
+/// memory.
 __device__ inline int fresh(int x) {
     int made;
     asm volatile("mov.u32 %0, %1;" : "=r"(made) : "r"(x));
@@ -183,12 +188,15 @@ __device__ inline void copies_done() { asm volatile("cp.async.wait_all;" ::: "me
 /// Begins to write so many bytes, a multiple of 16, that before_copies has shown.
 __device__ inline void copy_out(void* global, const void* shared, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
-                 "r"(address_of(shared)), "r"(bytes) : "memory");
+                 "r"(address_of(shared)), "r"(bytes)
+                 : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
 /// Until what this thread has had written need no longer be kept.
-__device__ inline void copied_out() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ inline void copied_out() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
 
 /// Until it has been written.
 __device__ inline void written_out() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
@@ -203,9 +211,13 @@ constexpr u32 OPERAND_ROWS = 1024 >> 4 | 1u << 30;
 __device__ inline void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 /// After the last of them; until products_end, nothing may touch their sums.
-__device__ inline void products_issued() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ inline void products_issued() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 
-__device__ inline void products_end() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+__device__ inline void products_end() {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
 
 #define SUM4(c, n) "+f"((c)[n][0]), "+f"((c)[n][1]), "+f"((c)[n][2]), "+f"((c)[n][3])
 
@@ -216,16 +228,19 @@ __device__ inline void settle(float (&c)[N][4]) {
     for (int n = 0; n < N; n++) asm volatile("" : SUM4(c, n));
 }
 
-/// c (+)= a b [64, 64] of a warpgroup. b: 16 columns, from 16 `step` on, of a tile's 64 rows; transposed.
+/// c (+)= a b [64, 64] of a warpgroup. b: 16 columns, from 16 `step` on, of a tile's 64 rows;
+/// transposed.
 template <bool ADDS>
 __device__ inline void warpgroup_mma_64(float (&c)[8][4], const uint4& a, u32 tile, int step) {
     const u32 low = tile + (step / 4 * 8192 + step % 4 * 32) / 16;
     asm volatile(
         "{\n.reg .pred adds;\n.reg .b64 b;\nsetp.ne.b32 adds, %38, 0;\nmov.b64 b, {%36, %37};\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%"
+        "24,%25,"
         "%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, b, adds, 1, 1, 0;\n}"
-        : SUM4(c, 0), SUM4(c, 1), SUM4(c, 2), SUM4(c, 3), SUM4(c, 4), SUM4(c, 5), SUM4(c, 6), SUM4(c, 7)
+        : SUM4(c, 0), SUM4(c, 1), SUM4(c, 2), SUM4(c, 3), SUM4(c, 4), SUM4(c, 5), SUM4(c, 6),
+          SUM4(c, 7)
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(low), "r"(OPERAND_ROWS), "n"(ADDS));
 }
 
@@ -236,12 +251,15 @@ __device__ inline void warpgroup_mma_128(float (&c)[16][4], const uint4& a, u32 
     asm volatile(
         "{\n.reg .b64 b;\nmov.b64 b, {%68, %69};\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"
-        "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,"
-        "%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, b, 1, 1, 1, 1;\n}"
-        : SUM4(c, 0), SUM4(c, 1), SUM4(c, 2), SUM4(c, 3), SUM4(c, 4), SUM4(c, 5), SUM4(c, 6), SUM4(c, 7),
-          SUM4(c, 8), SUM4(c, 9), SUM4(c, 10), SUM4(c, 11), SUM4(c, 12), SUM4(c, 13), SUM4(c, 14),
-          SUM4(c, 15)
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%"
+        "24,%25,"
+        "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%"
+        "48,%49,"
+        "%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, b, 1, 1, 1, "
+        "1;\n}"
+        : SUM4(c, 0), SUM4(c, 1), SUM4(c, 2), SUM4(c, 3), SUM4(c, 4), SUM4(c, 5), SUM4(c, 6),
+          SUM4(c, 7), SUM4(c, 8), SUM4(c, 9), SUM4(c, 10), SUM4(c, 11), SUM4(c, 12), SUM4(c, 13),
+          SUM4(c, 14), SUM4(c, 15)
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(low), "r"(OPERAND_ROWS));
 }
 
@@ -249,7 +267,8 @@ __device__ inline void warpgroup_mma_128(float (&c)[16][4], const uint4& a, u32 
 __device__ inline void copy_into(void* shared, const void* global, u32 bytes, u64* barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(address_of(shared)), "l"(global), "r"(bytes), "r"(address_of(barrier))
+            "r"(address_of(shared)),
+        "l"(global), "r"(bytes), "r"(address_of(barrier))
         : "memory");
 }
 #endif

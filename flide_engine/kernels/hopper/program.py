@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import hashlib
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -96,16 +97,30 @@ def _checked(driver: Any, result: tuple[Any, ...], what: str) -> Any:
 
 
 def _cubin(source: str, defined: Mapping[str, str | int]) -> bytes:
+    """Machine code, from Triton's cache if it has been compiled before."""
     from cuda.bindings import nvrtc
+    from triton.runtime.cache import get_cache_manager
 
-    names = [path.name for path in sorted(FOLDER.glob("*.cuh"))]
-    texts = [(FOLDER / name).read_bytes() for name in names]
-    _, program = nvrtc.nvrtcCreateProgram(
-        (FOLDER / source).read_bytes(), source.encode(), len(names), texts,
-        [name.encode() for name in names],
-    )  # fmt: skip
+    files = [FOLDER / source, *sorted(FOLDER.glob("*.cuh"))]
+    texts = {path.name: path.read_bytes() for path in files}
     options = ["--gpu-architecture=sm_90a", "--std=c++17"]
     options += [f"-D{name}={value}" for name, value in defined.items()]
+    _, *compiler = nvrtc.nvrtcVersion()
+    key = hashlib.sha256(repr((texts, options, compiler)).encode()).hexdigest()
+    cache, name = get_cache_manager(key), f"{Path(source).stem}.cubin"
+    if (path := cache.get_file(name)) is not None:
+        return Path(path).read_bytes()
+    cubin = _compile(nvrtc, source, texts, options)
+    cache.put(cubin, name, binary=True)
+    return cubin
+
+
+def _compile(nvrtc: Any, source: str, texts: Mapping[str, bytes], options: Sequence[str]) -> bytes:
+    headers = [name for name in texts if name != source]
+    _, program = nvrtc.nvrtcCreateProgram(
+        texts[source], source.encode(), len(headers), [texts[name] for name in headers],
+        [name.encode() for name in headers],
+    )  # fmt: skip
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
     if error.value != 0:
         _, size = nvrtc.nvrtcGetProgramLogSize(program)
