@@ -15,7 +15,7 @@ import pytest
 from benchmarks import fleet_gpu
 
 ROOT = Path(__file__).parents[2]
-SMALL = "--gpus 1 --replicas-per-gpu 2 --clients 3 --seconds 3 --agents 8 --steps 8"
+SMALL = "--gpus 2 --clients 3 --seconds 3 --agents 8 --steps 8"
 
 
 def test_a_fleet_that_fails_leaves_its_rows_and_the_next_one_its_own(
