@@ -1,5 +1,5 @@
 """The fleet on GPUs: `python -m benchmarks.fleet_gpu --gpus 2`, beside one replica on one of them;
-`--gpus 1 --replicas-per-gpu 4` for parts of one; `--device cpu --model nano` to try the command.
+`--gpus 1 --replicas-per-gpu 2 4` for parts of one; `--device cpu --model nano` to try the command.
 
 Parts: the mixed workload in closed loops, by handle and over HTTP; agents' trajectories; the same
 while a replica is killed and another takes its place; a drain that hands checkpoints over. Random
@@ -10,8 +10,10 @@ import argparse
 import importlib.util
 import json
 import os
+import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -80,24 +82,49 @@ class Run:
             for variant, answers in enumerate(told)
         ]
 
-    def all(self, nodes: Nodes) -> None:
-        """Every part, of one replica on a GPU of its own and of as many as were asked for."""
-        args, count = self.args, self.args.gpus * self.args.replicas_per_gpu
-        if not args.no_one and count > 1 and {"mixed", "replay"} & set(args.parts):
-            with self._fleet(nodes, 1, 1.0) as fleet:
-                self._loads(fleet, 1, 1)
-        # Ray counts parts of a GPU to the fourth digit, and no two may be more than one
-        share = int(1e4 / args.replicas_per_gpu) / 1e4
-        with self._fleet(nodes, count, share) as fleet:
-            self._loads(fleet, count, args.gpus)
-            if "kill" in args.parts:
-                asked = self.asked[1]
-                pause = args.steps // 2
-                before = sum(min(pause, len(caller.requests)) for caller in asked.callers)
-                row = killed(fleet, asked, count, "replica", [before // 2], pause)
-                self._keep(row, count, args.gpus)
-            if "drain" in args.parts and count > 1:
-                self._keep(drained(fleet, self.asked[0], count), count, args.gpus)
+    def all(self, nodes: Nodes) -> bool:
+        """Every part, of one replica on a GPU of its own and of as many as were asked for; whether
+        nothing went wrong. What goes wrong with one fleet is printed, and the next one is measured.
+        """
+        args = self.args
+        counts = [args.gpus * per_gpu for per_gpu in args.replicas_per_gpu]
+        with_one = not args.no_one and 1 not in counts
+        fine = True
+        if with_one and {"mixed", "replay"} & set(args.parts):
+            fine = self._tried(nodes, 1, 1, 1.0, losses=False)
+        for count in counts:
+            # Ray counts parts of a GPU to the fourth digit, and no two may be more than one
+            share = int(1e4 * args.gpus / count) / 1e4
+            fine = self._tried(nodes, count, args.gpus, share) and fine
+        return fine
+
+    def _tried(
+        self, nodes: Nodes, count: int, gpus: int, share: float, losses: bool = True
+    ) -> bool:
+        """Whether a fleet of so many replicas, on so many GPUs, was measured to the end. share: of
+        a GPU, that each replica has. losses: whether it loses some, too.
+        """
+        try:
+            with self._fleet(nodes, count, share) as fleet:
+                self._loads(fleet, count, gpus)
+                if losses:
+                    self._losses(fleet, count)
+        except Exception:
+            traceback.print_exc()
+            return False
+        return True
+
+    def _losses(self, fleet: Fleet, count: int) -> None:
+        """What replicas that are killed, or leave, cost."""
+        args = self.args
+        if "kill" in args.parts:
+            asked = self.asked[1]
+            pause = args.steps // 2
+            before = sum(min(pause, len(caller.requests)) for caller in asked.callers)
+            row = killed(fleet, asked, count, "replica", [before // 2], pause)
+            self._keep(row, count, args.gpus)
+        if "drain" in args.parts and count > 1:
+            self._keep(drained(fleet, self.asked[0], count), count, args.gpus)
 
     @contextmanager
     def _fleet(self, nodes: Nodes, count: int, gpus: float) -> Iterator[Fleet]:
@@ -123,7 +150,7 @@ class Run:
             self._keep(row | cards.row(gpus), count, gpus)
 
     def _keep(self, row: Row, count: int, gpus: int) -> None:
-        """Adds what all rows say of the fleet, and prints it."""
+        """Adds what all rows say of the fleet, prints it, and writes what there is so far."""
         head: Row = {
             "engine": "ours",
             "shape": self.args.model,
@@ -139,6 +166,15 @@ class Run:
         }
         self.rows.append(head | row)
         print(json.dumps(self.rows[-1]), flush=True)
+        self.write()
+
+    def write(self) -> Path:
+        """Writes the rows; where to."""
+        out: Path | None = self.args.out
+        if out is None:
+            return write("fleet", stamp(self.rows), SAME)
+        out.write_text(json.dumps(stamp(self.rows)))
+        return out
 
 
 def prepare(args: argparse.Namespace, size: Size, folder: Path) -> tuple[Path, list[Told]]:
@@ -164,7 +200,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="0.8B", help="a shape of benchmarks.shapes, or nano")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--replicas-per-gpu", type=int, default=1)
+    parser.add_argument(
+        "--replicas-per-gpu", nargs="+", type=int, default=[1], help="a fleet for each number"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--no-one", action="store_true", help="without one replica beside it")
     parser.add_argument("--clients", nargs="+", type=int, default=[16, 32, 64], help="of each GPU")
@@ -183,7 +221,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs what the command line says."""
+    """Runs what the command line says; exits with 1 if a fleet was not measured to the end."""
     args, began = parse(), time.monotonic()
     # two callers ask about the document, as often as an agent asks
     size = replace(SIZES["gpu"], agents=args.agents, steps=args.steps, document_asks=2 * args.steps)
@@ -195,15 +233,12 @@ def main() -> None:
             model, told = pool.submit(prepare, args, size, Path(folder) / "model").result()
         run = Run(args, model, told, size)
         print(f"one engine is asked after {time.monotonic() - began:.0f} s", flush=True)
-        try:
-            with cluster_of([node]) as nodes:
-                run.all(nodes)
-        finally:  # what was measured before something went wrong is kept
-            print(f"{len(run.rows)} rows after {time.monotonic() - began:.0f} s", flush=True)
-            if args.out:
-                args.out.write_text(json.dumps(stamp(run.rows)))
-            else:
-                print("written to", write("fleet", stamp(run.rows), SAME))
+        with cluster_of([node]) as nodes:
+            fine = run.all(nodes)
+    print(f"{len(run.rows)} rows after {time.monotonic() - began:.0f} s", flush=True)
+    if run.rows:
+        print("written to", run.write())
+    sys.exit(not fine)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import cpu_seconds, processes, running_now
-from benchmarks.results_file import Row, stamp, write
+from benchmarks.results_file import RESULTS, Row, stamp, write
 from benchmarks.shapes import SHAPES, WORKLOADS
 from loadtest.synthetic import WORDS
 
@@ -211,6 +211,7 @@ def main() -> None:
     parser.add_argument("--callers", type=int, default=4, help="processes of clients")
     parser.add_argument("--option", nargs="*", default=[], metavar="NAME=VALUE")
     parser.add_argument("--dry", action="store_true", help="writes no results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of serving.json")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.folder is not None:
@@ -226,24 +227,31 @@ def main() -> None:
         folder = locate(None if args.shape == "embedded" else args.shape)[0]
     rows: list[Row] = []
     for mode in args.modes:
-        command = [sys.executable, "-m", "benchmarks.serving", args.shape, "--modes", mode]
-        for name in ("works", "clients", "option"):
-            command += [f"--{name}", *map(str, getattr(args, name))]
-        for name in ("seconds", "gateways", "callers"):
-            command += [f"--{name}", str(getattr(args, name))]
-        env = os.environ | ENVIRONMENT.get(mode, {})
-        process = subprocess.Popen(
-            [*command, "--folder", str(folder)], env=env, stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(MARK):
-                print(line.removeprefix(MARK), end="", flush=True)
-                rows.append(json.loads(line.removeprefix(MARK)))
-        if process.wait():
-            print(f"{mode} ended with {process.returncode}", flush=True)
-    if not args.dry:
-        print("written to", write("serving", stamp(rows), SAME))
+        rows += rows_of_mode(mode, args, folder)
+        if not args.dry and rows:  # after each, so that a run cut short leaves what it has
+            print("written to", write("serving", stamp(rows), SAME, args.out), flush=True)
+
+
+def rows_of_mode(mode: str, args: argparse.Namespace, folder: Path) -> list[Row]:
+    """What a process of its own measures; its rows are printed as they come."""
+    rows: list[Row] = []
+    command = [sys.executable, "-m", "benchmarks.serving", args.shape, "--modes", mode]
+    for name in ("works", "clients", "option"):
+        command += [f"--{name}", *map(str, getattr(args, name))]
+    for name in ("seconds", "gateways", "callers"):
+        command += [f"--{name}", str(getattr(args, name))]
+    env = os.environ | ENVIRONMENT.get(mode, {})
+    process = subprocess.Popen(
+        [*command, "--folder", str(folder)], env=env, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(MARK):
+            print(line.removeprefix(MARK), end="", flush=True)
+            rows.append(json.loads(line.removeprefix(MARK)))
+    if process.wait():
+        print(f"{mode} ended with {process.returncode}", flush=True)
+    return rows
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import torch
 from benchmarks.callers import a_node, engine_handle
 from benchmarks.processes import processes, resident_bytes, running_now
 from benchmarks.random_model import write as write_model
-from benchmarks.results_file import Row, stamp, write
+from benchmarks.results_file import RESULTS, Row, stamp, write
 from benchmarks.shapes import SHAPES
 from deployments.config import AppArgs
 from flide_engine.config import EngineConfig
@@ -184,6 +184,7 @@ def main() -> None:
     parser.add_argument("--long-words", type=int, default=1500, help="of several rounds")
     parser.add_argument("--option", nargs="*", default=[], metavar="NAME=VALUE")
     parser.add_argument("--dry", action="store_true", help="writes no results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of soak.json")
     args = parser.parse_args()
     options: dict[str, Any] = {} if args.shape in SHAPES else {"max_round_tokens": 1024}
     options |= dict(pair.split("=", 1) for pair in args.option)
@@ -200,8 +201,8 @@ def main() -> None:
             row: Row = {"engine": "ours", "shape": args.shape, "mode": way, "clients": args.clients}
             rows.append({**row, **report.row(), "problems": len(problems)})
             print(json.dumps(rows[-1]), flush=True)
-    if not args.dry:
-        print("written to", write("soak", stamp(rows), SAME))
+            if not args.dry:  # after each, so that a run cut short leaves what it has
+                print("written to", write("soak", stamp(rows), SAME, args.out), flush=True)
     sys.exit(any(row["problems"] or row["wrong"] for row in rows))
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks import load
 from benchmarks.fleet import tables as fleet
 from benchmarks.results_file import RESULTS
 
@@ -350,6 +351,7 @@ TABLES: dict[str, Callable[[Rows], list[str]]] = {
     "serving": serving,
     "serving_stages": serving_stages,
     "soak": soak,
+    "load": load.table,
     "fleet": fleet.agents,
     "fleet_gpu": fleet.mixed,
     "fleet_drain": fleet.drains,

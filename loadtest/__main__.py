@@ -1,7 +1,9 @@
 """Load tests: `python -m loadtest --host URL --workload mixed --seconds 120 --out FOLDER`.
 
-`python -m loadtest report RUN.json RUN2.json --out page.html` compares runs. Without `--host` the
-embedded model's app is started on a free port for the length of the test.
+`python -m loadtest report RUN.json RUN2.json --out page.html` compares runs. Without `--host` an
+app is started on a free port for the length of the test: the embedded model's, if `--serve` says
+nothing else. Of several workloads each is a run of its own, in a folder of its own, written when it
+ends.
 """
 
 import argparse
@@ -9,18 +11,20 @@ import asyncio
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loadtest.http_transport import HttpTransport
 from loadtest.local import serving
-from loadtest.output import read_run, write_run
+from loadtest.output import read_run, write_page, write_run
 from loadtest.plan import Level, Plan
-from loadtest.report import headline, page
-from loadtest.runner import Progress, run_plan
+from loadtest.processes import Target, run_processes
+from loadtest.report import headline
+from loadtest.runner import Progress, Replicas, run_plan
 from loadtest.schedule import SHAPES, WallClock
-from loadtest.stats import summary
+from loadtest.stats import Run, summary
 from loadtest.workloads import DATA, NAMES, Options
 
 if TYPE_CHECKING:
@@ -34,10 +38,21 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser("loadtest", description=__doc__)
     add = made.add_argument
     add("--host", default="", help="URL of the server; none: one is started here")
+    add(
+        "--serve",
+        nargs="*",
+        default=[],
+        metavar="NAME=VALUE",
+        help="options of the server that is started here, as of make serve",
+    )
     add("--out", type=Path, required=True, help="folder for run.json and report.html")
     add("--name", default="", help="what the run is called in reports")
-    add("--workload", choices=NAMES, default="mixed")
-    add("--seconds", type=float, default=120.0, help="of the whole run, all levels together")
+    add(
+        "--workload",
+        default="mixed",
+        help=f"one, or several: race,agents; or all: {', '.join(NAMES)}",
+    )
+    add("--seconds", type=float, default=120.0, help="of a workload's run, all levels together")
     add("--warmup", type=float, default=5.0, help="seconds of each level left out")
     load = made.add_mutually_exclusive_group()
     load.add_argument("--rate", default="", help="open loop: requests/s, or levels: 1,2,4")
@@ -63,16 +78,37 @@ def parser() -> argparse.ArgumentParser:
         default=10.0,
         help="seconds between Ray's exports of metrics (RAY_metrics_report_interval_ms)",
     )
+    add("--processes", type=int, default=1, help="that the clients over HTTP are in")
     add("--workers", type=int, default=0, help="actors that ask by handle, in place of HTTP")
     add("--app", default="default", help="name of the Serve application")
     return made
 
 
+def workloads_of(word: str) -> list[str]:
+    """What `--workload` names. Raises ValueError for a name that is none."""
+    names = list(NAMES) if word == "all" else list(dict.fromkeys(word.split(",")))
+    for name in names:
+        if name not in NAMES:
+            raise ValueError(f"--workload {name!r}; there are {', '.join(NAMES)}, and all")
+    return names
+
+
 def plan_of(args: argparse.Namespace) -> Plan:
-    """The plan of the options. Raises ValueError if it would measure nothing."""
+    """The plan of the options, of the first workload. Raises ValueError if it would measure
+    nothing, or if options do not go together.
+    """
+    names = workloads_of(args.workload)
+    if args.serve and args.host:
+        raise ValueError("--serve is for a server that is started here, not for one at --host")
+    if args.check and len(names) > 1:
+        raise ValueError(f"--check takes one workload, not {len(names)}")
+    if args.processes < 1 or (args.processes > 1 and args.workers):
+        raise ValueError(
+            f"{args.processes} processes of clients; at least 1, and without --workers"
+        )
     levels = args.clients or args.rate or "1"
     return Plan(
-        workload=args.workload,
+        workload=names[0],
         loop="closed" if args.clients else "open",
         levels=tuple(float(part) for part in levels.split(",")),
         seconds=args.seconds,
@@ -84,13 +120,25 @@ def plan_of(args: argparse.Namespace) -> Plan:
     )
 
 
-async def over_http(plan: Plan, args: argparse.Namespace, host: str, cluster: str) -> Seen:
+def over_http(plan: Plan, args: argparse.Namespace, host: str, cluster: str) -> Seen:
     """Runs the plan against a URL."""
-    count = _counter(cluster, args.app)
-    async with HttpTransport(host, args.key, args.timeout) as transport:
+    count, target = _counter(cluster, args.app), Target(host, args.key, args.timeout)
+    if args.processes == 1:
+        return asyncio.run(_over_http(plan, target, count))
+    about = asyncio.run(_about(target))
+    return *run_processes(plan, target, args.processes, Progress(), count), about
+
+
+async def _over_http(plan: Plan, target: Target, count: Replicas) -> Seen:
+    async with HttpTransport(*target) as transport:
         about = await transport.about()
         levels, replicas = await run_plan(plan, transport, WallClock(), Progress(), count)
     return levels, replicas, about
+
+
+async def _about(target: Target) -> dict[str, Any]:
+    async with HttpTransport(*target) as transport:
+        return await transport.about()
 
 
 def by_handle(plan: Plan, args: argparse.Namespace, cluster: str) -> Seen:
@@ -127,39 +175,51 @@ def _connected(cluster: str) -> Any:
 
 
 def run(args: argparse.Namespace) -> None:
-    """One run: asks, prints the result, writes the files."""
-    plan = plan_of(args)
+    """A run of each workload: asks, prints the result, writes the files."""
+    plan, names = plan_of(args), workloads_of(args.workload)
+    runs: list[Run] = []
     with ExitStack() as stack:
         host, cluster = args.host, args.cluster
         if not (host or (args.workers and cluster)):
             print("starting a server on this machine ...", file=sys.stderr, flush=True)
-            server = stack.enter_context(serving(args.out / "server.log"))
+            server = stack.enter_context(serving(args.out / "server.log", *args.serve))
             host, cluster = server.url, server.address
-        check = _check(args, cluster) if args.check else None
-        if args.workers:
-            levels, replicas, about = by_handle(plan, args, cluster)
-        else:
-            levels, replicas, about = asyncio.run(over_http(plan, args, host, cluster))
-        via = "handle" if args.workers else "http"
-        result = summary(plan, levels, args.name or args.workload, via, about, replicas)
-        if check is not None:
-            result["check"] = check.result(result["totals"], via)
-    for line in headline(result):
-        print(line)
-    for path in write_run(result, args.out):
-        print(path)
-    if not result.get("check", {"agrees": True})["agrees"]:
+        for name in names:
+            if len(names) > 1:
+                print(f"workload {name}", flush=True)
+            runs.append(_one(replace(plan, workload=name), args, host, cluster))
+            folder = args.out / name if len(names) > 1 else args.out
+            for path in write_run(runs[-1], folder):
+                print(path, flush=True)
+    if len(names) > 1:
+        print(write_page(runs, args.out / "report.html"))
+    if not all(run.get("check", {"agrees": True})["agrees"] for run in runs):
         raise RuntimeError("the report and the server's metrics do not agree, see above")
 
 
+def _one(plan: Plan, args: argparse.Namespace, host: str, cluster: str) -> Run:
+    """The run of a plan; its numbers are printed."""
+    check = _check(args, cluster) if args.check else None
+    via = "handle" if args.workers else "http"
+    ask = by_handle(plan, args, cluster) if args.workers else over_http(plan, args, host, cluster)
+    levels, replicas, about = ask
+    result = summary(plan, levels, args.name or plan.workload, via, about, replicas)
+    if via == "http":
+        result["client"]["processes"] = args.processes
+    if check is not None:
+        result["check"] = check.result(result["totals"], via)
+    for line in headline(result):
+        print(line, flush=True)
+    return result
+
+
 def report(words: list[str]) -> None:
-    """A page about one run, or comparing several."""
+    """A page about one run, or comparing several of the same workloads."""
     made = argparse.ArgumentParser("loadtest report", description=report.__doc__)
     made.add_argument("runs", type=Path, nargs="+", help="run.json files")
     made.add_argument("--out", type=Path, required=True, help="the page")
     args = made.parse_args(words)
-    args.out.write_text(page([read_run(path) for path in args.runs]))
-    print(args.out)
+    print(write_page([read_run(path) for path in args.runs], args.out))
 
 
 def main() -> None:

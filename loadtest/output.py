@@ -1,6 +1,7 @@
 """The files of a run: its JSON and its page."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from loadtest.report import page
@@ -12,8 +13,13 @@ def write_run(run: Run, folder: Path) -> tuple[Path, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     data, report = folder / "run.json", folder / "report.html"
     data.write_text(json.dumps(run, indent=1) + "\n")
-    report.write_text(page([run]))
-    return data, report
+    return data, write_page([run], report)
+
+
+def write_page(runs: Sequence[Run], path: Path) -> Path:
+    """Writes the page about runs; its path."""
+    path.write_text(page(runs))
+    return path
 
 
 def read_run(path: Path) -> Run:

@@ -88,39 +88,62 @@ def agreement_lines(run: Run) -> list[str]:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The HTML page; the first run is what the others are compared with."""
-    names = unique_names(runs)
-    title = " and ".join(names) if len(runs) > 1 else names[0]
-    body = [
-        f"<h1>Load test: {escape(title)}</h1>",
-        *(_about(name, run, i) for i, (name, run) in enumerate(zip(names, runs, strict=True))),
-        *_warnings(names, runs),
-        "<h2>Levels of load</h2>",
-        _levels(names, runs),
-        _compared(names, runs) if len(runs) > 1 else "",
-        '<div class="figures">',
-        *figures(names, runs),
-        "</div>",
-        "<h2>By workload</h2>",
-        *(_by_work(name, run, i) for i, (name, run) in enumerate(zip(names, runs, strict=True))),
-        "<h2>All that was sent</h2>",
-        _totals(names, runs),
-        *(
-            _agreement(name, run, i)
-            for i, (name, run) in enumerate(zip(names, runs, strict=True))
-            if "check" in run
-        ),
-        "<h2>How to read this</h2>",
-        _notes(runs),
-    ]
+    """The HTML page, by workload if there are several; the first run of a workload is what its
+    others are compared with.
+    """
+    groups = by_workload(runs)
+    ordered = [run for group in groups for run in group]
+    several = len(groups) > 1
+    called = dict.fromkeys(str(r["name"]) for r in ordered) if several else unique_names(ordered)
+    title = " and ".join(called)
+    body = [f"<h1>Load test: {escape(title)}</h1>"]
+    first = 0
+    for group in groups:
+        if several:
+            body.append(f"<h2>Workload {escape(group[0]['workload'])}</h2>")
+        body += _sections(group, first, "h3" if several else "h2")
+        first += len(group)
+    body += ["<h2>How to read this</h2>", _notes(ordered)]
     # within a script element "<" may begin a tag; in JSON it only stands in strings
-    data = json.dumps(list(runs)).replace("<", "\\u003c")
+    data = json.dumps(ordered).replace("<", "\\u003c")
     template = files("loadtest").joinpath("report_template.html").read_text("utf-8")
     return (
         template.replace("{{title}}", escape(title))
         .replace("{{body}}", "\n".join(body))
         .replace("{{data}}", data)
     )
+
+
+def by_workload(runs: Sequence[Run]) -> list[list[Run]]:
+    """The runs of each workload, in the order of their first ones."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(run["workload"], []).append(run)
+    return list(found.values())
+
+
+def _sections(runs: Sequence[Run], first: int, heading: str) -> list[str]:
+    """All about some runs. first: which of the page's runs the first of them is. heading: element
+    of their headings.
+    """
+    names = unique_names(runs)
+    each = list(enumerate(zip(names, runs, strict=True)))
+    head = "<{0}>{1}</{0}>".format
+    return [
+        *(_about(name, run, i) for i, (name, run) in each),
+        *_warnings(names, runs),
+        head(heading, "Levels of load"),
+        _levels(names, runs, first),
+        _compared(names, runs) if len(runs) > 1 else "",
+        '<div class="figures">',
+        *figures(names, runs),
+        "</div>",
+        head(heading, "By workload"),
+        *(_by_work(name, run, first + i) for i, (name, run) in each),
+        head(heading, "All that was sent"),
+        _totals(names, runs, first),
+        *(_agreement(name, run, first + i) for i, (name, run) in each if "check" in run),
+    ]
 
 
 def unique_names(runs: Sequence[Run]) -> list[str]:
@@ -133,11 +156,14 @@ def _about(name: str, run: Run, index: int) -> str:
     server = ", ".join(f"{k} {v}" for k, v in run["server"].items()) or "does not say"
     how = f"{run['arrivals']} arrivals" if run["arrivals"] else "clients that wait"
     asked = "one question a request" if run["one_by_one"] else "all questions of a state at once"
+    shared = run["client"].get("processes", 1)
+    parts = f" in {shared} processes" if shared > 1 else ""
     facts = (
         f"{run['date']}, workload {run['workload']} ({run['records']}), {run['loop']} loop, {how}, "
         f"{asked}, {number(run['seconds'])} s in all, {number(run['warmup_s'])} s of each level "
         f"left out as warm-up, over {run['transport']}, seed {run['seed']}. "
-        f"Client: {run['client']['cpus']} CPUs ({run['client']['processor']}). Server: {server}."
+        f"Client{parts}: {run['client']['cpus']} CPUs ({run['client']['processor']}). "
+        f"Server: {server}."
     )
     swatch = f'<i class="swatch" style="background:var(--c{index % 6})"></i>'
     return f"<p>{swatch}<b>{escape(name)}</b>: {escape(facts)}</p>"
@@ -171,9 +197,9 @@ def _table(caption: str, head: Sequence[str], rows: Sequence[str]) -> str:
     )
 
 
-def _levels(names: Sequence[str], runs: Sequence[Run]) -> str:
+def _levels(names: Sequence[str], runs: Sequence[Run], first: int) -> str:
     rows = []
-    for i, (name, run) in enumerate(zip(names, runs, strict=True)):
+    for i, (name, run) in enumerate(zip(names, runs, strict=True), first):
         for j, level in enumerate(run["levels"]):
             cells = "".join(
                 _cell(look_up(level, key), f"{i}.levels.{j}.{key}") for _, key in LEVEL_COLUMNS
@@ -228,7 +254,7 @@ def _by_work(name: str, run: Run, index: int) -> str:
     return _table(name, ["workload", "offered", *(h for h, _ in WORK_COLUMNS), "errors"], rows)
 
 
-def _totals(names: Sequence[str], runs: Sequence[Run]) -> str:
+def _totals(names: Sequence[str], runs: Sequence[Run], first: int) -> str:
     keys = ["requests", "answered", "questions", "answers"]
     usage = list(dict.fromkeys(k for run in runs for k in run["totals"]["usage"]))
     errors = list(dict.fromkeys(k for run in runs for k in run["totals"]["errors"]))
@@ -236,7 +262,7 @@ def _totals(names: Sequence[str], runs: Sequence[Run]) -> str:
         f'<tr><th scope="row">{escape(label)}</th>'
         + "".join(
             _cell(_total(run, group, key), ".".join(p for p in (str(i), "totals", group, key) if p))
-            for i, run in enumerate(runs)
+            for i, run in enumerate(runs, first)
         )
         + "</tr>"
     )

@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -201,8 +202,14 @@ def records(file: str, data: Path | None = DATA) -> list[Record]:
     """
     if data is None or not data.is_dir():
         return synthetic.records(file)
-    with gzip.open(data / f"{file}.jsonl.gz", "rt") as lines:
-        return [json.loads(line) for line in lines]
+    return list(_read(data / f"{file}.jsonl.gz"))
+
+
+@lru_cache
+def _read(path: Path) -> tuple[Record, ...]:
+    """A file's records, which nobody changes: every level of a run asks for them again."""
+    with gzip.open(path, "rt") as lines:
+        return tuple(json.loads(line) for line in lines)
 
 
 def _kept(work: str, records: list[Record]) -> list[Record]:

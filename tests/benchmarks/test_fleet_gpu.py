@@ -4,13 +4,56 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from benchmarks import fleet_gpu
+
 ROOT = Path(__file__).parents[2]
 SMALL = "--gpus 2 --clients 3 --seconds 3 --agents 8 --steps 8"
+
+
+def test_a_fleet_that_fails_leaves_its_rows_and_the_next_one_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are in the file as they come; the command's end says that something went wrong."""
+    out = tmp_path / "rows.json"
+    words = "--gpus 2 --replicas-per-gpu 2 4 --parts mixed kill --device cpu --model nano"
+    monkeypatch.setattr(sys, "argv", ["fleet_gpu", *words.split(), "--out", str(out)])
+    args = fleet_gpu.parse()
+    run = object.__new__(fleet_gpu.Run)
+    run.args, run.rows, run._cuda, run._records = args, [], True, "synthetic"
+    run.asked = [SimpleNamespace(app={"gateway_replicas": 1}, size="1 x 1")] * 2  # type: ignore[list-item]
+    shares = []
+
+    @contextmanager
+    def fleet(nodes: Any, count: int, share: float) -> Iterator[Any]:
+        del nodes
+        shares.append((count, share))
+        yield count
+
+    def loads(fleet: Any, count: int, gpus: int) -> None:
+        assert fleet == count
+        run._keep({"work": "mixed"}, count, gpus)
+        assert [row["replicas"] for row in json.loads(out.read_text())][-1] == count
+        if count == 4:
+            raise TimeoutError("no fleet")
+
+    def losses(fleet: Any, count: int) -> None:
+        assert fleet == count
+        run._keep({"work": "kill"}, count, 2)
+
+    for name, stub in (("_fleet", fleet), ("_loads", loads), ("_losses", losses)):
+        monkeypatch.setattr(run, name, stub)
+    assert not run.all(None)  # type: ignore[arg-type]
+    assert shares == [(1, 1.0), (4, 0.5), (8, 0.25)]
+    rows = [(r["work"], r["replicas"], r["gpus"]) for r in json.loads(out.read_text())]
+    assert rows == [("mixed", 1, 1), ("mixed", 4, 2), ("mixed", 8, 2), ("kill", 8, 2)]
 
 
 @pytest.mark.ray

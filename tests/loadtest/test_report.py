@@ -140,6 +140,30 @@ def test_runs_are_compared_at_equal_levels(tmp_path: Path) -> None:
     assert set(re.findall(r"<td>(.*?)</td>", rows[1][2])) == {"1.00"}
 
 
+def test_runs_of_several_workloads_are_compared_by_workload(tmp_path: Path) -> None:
+    """Each workload has a part, in which its runs alone are compared; every number shown is that of
+    its path in the page's own data.
+    """
+    runs = [run("a"), {**run("a", 3.0, (10,)), "workload": "race"}, run("b", 2.0), run("c", 4.0)]
+    paths = [str(write_run(data, tmp_path / str(i))[0]) for i, data in enumerate(runs)]
+    report_command([*paths, "--out", str(tmp_path / "page.html")])
+    html = (tmp_path / "page.html").read_text()
+    assert "<h1>Load test: a and b and c</h1>" in html
+    mixed, race = html.split("<h2>Workload ")[1:]
+    assert mixed.startswith("mixed</h2>")
+    assert mixed.count("Over a (1.00 is equal)") == 1
+    assert race.startswith("race</h2>")
+    assert "(1.00 is equal)" not in race
+    shown = re.findall(r'data-path="(.*?)">(.*?)</td>', html)
+    assert {path.split(".")[0] for path, _ in shown} == set("0123")
+    for path, text in shown:
+        value = look_up(embedded(html), path)
+        assert text == ("-" if value is None else number(value)), path
+    assert 'data-path="3.' in race
+    assert 'data-path="3.' not in mixed
+    assert embedded(html)[3]["workload"] == "race"
+
+
 def test_a_run_without_answers_still_has_a_page() -> None:
     """All refused, and nothing at all."""
     plan = Plan("race", levels=(1,), seconds=10, warmup_s=0, data=Path("none"))
