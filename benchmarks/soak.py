@@ -80,7 +80,7 @@ def in_process(
     least: requests that are asked in any case, however long that takes.
     """
     expected = alone(config, mix)
-    threads = set(threading.enumerate())
+    threads, others = set(threading.enumerate()), _requests()
     engine = Engine(config)
     soak = Soak(mix, InProcess(engine), expected, tolerance)
 
@@ -92,7 +92,7 @@ def in_process(
 
     report, problems = asyncio.run(_twice(soak, clients, seconds, quiet, least))
     for _ in range(100):  # a thread may be about to let go of the last request
-        left = _left(engine)
+        left = _left(engine, others)
         if not any(left.values()):
             break
         time.sleep(0.1)
@@ -102,14 +102,19 @@ def in_process(
     return report, problems
 
 
-def _left(engine: Engine) -> dict[str, int]:
-    """What an engine holds that nobody asks any more."""
+def _requests() -> list[RequestWork]:
+    """Those in memory."""
+    return [o for o in gc.get_objects() if type(o) is RequestWork]
+
+
+def _left(engine: Engine, others: list[RequestWork]) -> dict[str, int]:
+    """What an engine holds that nobody asks any more. others: requests in this process before."""
     held = engine.accounting()
     return {
         "waiting requests": engine.waiting,
         "bytes of pages": held.page_bytes_held,
         "bytes of slots": held.slot_bytes_held,
-        "requests in memory": sum(type(o) is RequestWork for o in gc.get_objects()),
+        "requests in memory": len(set(_requests()) - set(others)),
     }
 
 

@@ -62,21 +62,26 @@ class Leaf(Protocol):
     def bytes(self) -> int: ...  # noqa: D102
 
 
-class Giver(Protocol):
-    """What a hand-over needs of the engine that leaves."""
+class Computes(Protocol):
+    """An engine, as far as it decides who can use its checkpoints."""
 
     @property
     def weights_hash(self) -> str: ...  # noqa: D102
+    @property
+    def stack(self) -> str: ...  # noqa: D102
+
+
+class Giver(Computes, Protocol):
+    """What a hand-over needs of the engine that leaves."""
+
     def leaves(self) -> Sequence[Any]: ...  # noqa: D102
     def export_leaf(self, leaf: Any) -> bytes | None: ...  # noqa: D102
     def load(self) -> Load: ...  # noqa: D102
 
 
-class Taker(Protocol):
+class Taker(Computes, Protocol):
     """What it needs of the next owner's."""
 
-    @property
-    def weights_hash(self) -> str: ...  # noqa: D102
     def import_state(self, data: bytes) -> int: ...  # noqa: D102
 
 
@@ -150,9 +155,9 @@ async def hand_over(
     """Hands checkpoints over, and returns how many of them met which end.
 
     adopted: copied by the next owner; known: it had it; refused: it cannot use it, as its weights
-    are others; full: it has no room; kept: computing it anew is cheaper, or nobody can tell who
-    will be asked for it; failed: the next owner could not be reached; late: there was no time left;
-    gone: evicted meanwhile. deadline: for all of them, on the clock.
+    or its stack are others; full: it has no room; kept: computing it anew is cheaper, or nobody can
+    tell who will be asked for it; failed: the next owner could not be reached; late: there was no
+    time left; gone: evicted meanwhile. deadline: for all of them, on the clock.
     """
     ends: Counter[str] = Counter()
     places = asyncio.Semaphore(1)  # the first goes alone: its time is nobody else's
@@ -196,13 +201,14 @@ async def _give_one(
     return end
 
 
-def give_to(siblings: Siblings, weights: str) -> Give:
-    """Hands checkpoints of these weights to whoever of the siblings owns them next."""
+def give_to(siblings: Siblings, engine: Computes) -> Give:
+    """Hands an engine's checkpoints to whoever of the siblings owns them next."""
+    weights, stack = engine.weights_hash, engine.stack
 
     async def give(leaf: Leaf, data: bytes) -> str:
         route = tuple(anchor_key(leaf.anchor, leaf.tenant, int(BYTES_PER_TOKEN * leaf.tokens)))
         # in a list it stays a reference, so that the owner may refuse before it copies
-        response = siblings.handle.adopt.remote([ray.put(data)], weights, route=route)
+        response = siblings.handle.adopt.remote([ray.put(data)], weights, route=route, stack=stack)
         try:
             return str(await response)
         except asyncio.CancelledError:
@@ -225,20 +231,24 @@ async def leave(engine: Giver, leaving: Leaving, spent_s: float) -> Counter[str]
         log.info("no other replica takes over %d checkpoints", len(leaves))
         return Counter()
     pace = Pace(leaving.handover, engine.load().tokens_per_ms)
-    ends = await hand_over(engine, leaves, give_to(siblings, engine.weights_hash), pace, deadline)
+    ends = await hand_over(engine, leaves, give_to(siblings, engine), pace, deadline)
     log.info("checkpoints handed over: %s", dict(ends))
     return ends
 
 
-async def take_over(engine: Taker, pieces: list[Any], weights: str) -> str:
+async def take_over(engine: Taker, pieces: list[Any], weights: str, stack: str) -> str:
     """Copies a checkpoint from a replica that leaves; how that ended, as in `hand_over`.
 
-    pieces: a reference to its bytes, looked at only if its weights are ours.
+    pieces: a reference to its bytes, looked at only if its weights and its stack are ours. stack:
+    "" is not known, and left to the bytes to tell.
     """
     try:
-        if weights != engine.weights_hash:
-            here = engine.weights_hash
-            raise CheckpointRefused("its weights differ", f"{weights!r}, here {here!r}")
+        for what, there, here in (
+            ("weights", weights, engine.weights_hash),
+            ("stack", stack or engine.stack, engine.stack),
+        ):
+            if there != here:
+                raise CheckpointRefused(f"its {what} differ", f"{there!r}, here {here!r}")
         (piece,) = pieces
         data = await piece
         return "adopted" if await asyncio.to_thread(engine.import_state, data) else "known"

@@ -228,14 +228,15 @@ class EngineReplica:
         route: object = None,
         anchor: object = None,
         home: str = "",
+        stack: str = "",
     ) -> str:
         """Takes over a checkpoint from a replica that leaves: how that ended, see
         `deployments.drain.hand_over`.
 
         pieces: a reference to its bytes. weights: hash of those it was computed with. route,
-        anchor, home: as in `decide`.
+        anchor, home: as in `decide`. stack: what else decided its bits; "" is not known.
         """
-        end = await take_over(self._engine, pieces, weights)
+        end = await take_over(self._engine, pieces, weights, stack)
         self._metrics.handed_over("taken", end)
         self._taken_over[end] += 1
         if end == "adopted" and (key := as_key(route)) is not None and home != self._id:

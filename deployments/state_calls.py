@@ -82,6 +82,5 @@ async def bring_home(
     ]
     if not branches:
         return "gone"
-    give = give_to(siblings, engine.weights_hash)
-    (end,) = await hand_over(engine, branches, give, pace, deadline)
+    (end,) = await hand_over(engine, branches, give_to(siblings, engine), pace, deadline)
     return end

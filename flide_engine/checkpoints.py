@@ -110,8 +110,8 @@ class Checkpoints:
 
     def began(self, work: RequestWork) -> None:
         """Work has begun its first step: its checkpoint has been of use."""
-        if work.suspect is not None:
-            work.reused = 0
+        if work.again:  # it is counted
+            work.reused = work.resume.anchor.position if work.resume else 0
             return
         self.counters.asked += work.rendered.input_tokens
         if work.resume is not None:
@@ -169,18 +169,19 @@ class Checkpoints:
                 text, grains = work.rendered.prompts[0], work.suspect.position // GRAIN
                 self._tiers.refuse(work.tenant, text[: grains * GRAIN], work.keys[:grains])
 
-    def disown(self, work: RequestWork) -> None:
-        """Forgets what work left: its values were not finite."""
+    def distrust(self, work: RequestWork) -> bool:
+        """Forgets what work left: its values were not finite. Whether it is done again: alone if it
+        was in company, which may be at fault, and then without the checkpoint it resumed from.
+        """
         for checkpoint in work.kept:
             self._forget(checkpoint)
         work.kept.clear()
-
-    def distrust(self, work: RequestWork) -> None:
-        """Work is to be done again, from the beginning: its checkpoint may be at fault."""
-        assert work.resume is not None
-        suspect = work.resume.checkpoint
+        suspect = work.resume.checkpoint if work.resume and not work.had_company else None
+        if suspect is None and not work.had_company:
+            return False
         self.release(work)
         work.begin_again(suspect)
+        return True
 
     def _forget(self, checkpoint: Checkpoint) -> None:
         """Nobody resumes from it any more; its memory is free once nobody uses it."""

@@ -40,6 +40,7 @@ MOST_FAULTS = 20
 """Faults of one request that are told."""
 
 _MOST_CHARS = 300
+_MOST_NAMED = 5  # questions in one message
 
 
 class FlideError(Exception):
@@ -292,18 +293,20 @@ class EngineError(FlideError):
 
 
 class NonFiniteOutput(EngineError):
-    """The model's output for this request holds NaN or infinity; no probability can be given."""
+    """The model's output for this request holds NaN or infinity; no probability can be given.
 
-    def __init__(self, question: str) -> None:
-        super().__init__(question)
-        self.question = question
+    args: the questions. Any may have made the others so, as they are computed together.
+    """
 
     def __str__(self) -> str:
-        return f"the model's output for {self.question} is not finite"
+        named, more = ", ".join(self.args[:_MOST_NAMED]), len(self.args) - _MOST_NAMED
+        of = f"{named} and {more} more" if more > 0 else named
+        which = "; one of them may have made the others so" if len(self.args) > 1 else ""
+        return f"the model's output for {of} is not finite{which}"
 
     @property
     def for_logs(self) -> str:
-        """Without the question's id."""
+        """Without the questions' ids."""
         return "the model's output is not finite"
 
 

@@ -261,6 +261,7 @@ class RoundLoop:
         stage = "pack" if self._runner.executor.runs_ahead else "device"
         for work in works:
             work.passed(stage, launched)
+            work.shared |= len(works) > 1
             if work.at == 0:
                 self._checkpoints.began(work)
         tokens = sum(job.forest.num_tokens for job in jobs)
@@ -357,14 +358,13 @@ class RoundLoop:
 
     def _advance(self, work: RequestWork, fault: EngineError | None) -> None:
         if fault is not None:
-            work.log(log.error, "%s", fault)
-            self._checkpoints.disown(work)
-            if work.resume is None:
+            anchors = list(work.anchors.values())
+            if not self._checkpoints.distrust(work):
+                work.log(log.error, "%s", fault)
                 self._end(work, fault)
                 return
-            # its own fault, or its checkpoint's: without one it tells
-            self._drop(list(work.anchors.values()))
-            self._checkpoints.distrust(work)
+            work.log(log.warning, "%s; this request is computed once more, alone", fault)
+            self._drop(anchors)
         else:
             work.at += 1
             self._drop(work.spent_anchors())

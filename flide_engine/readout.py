@@ -7,7 +7,6 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from flide_engine.errors import NonFiniteOutput
 from flide_engine.families.base import Read
 
 Ints = NDArray[np.int32]
@@ -71,8 +70,7 @@ def is_finite(logits: Floats, hidden: Floats | None) -> bool:
     return bool(np.isfinite(logits).all() and (hidden is None or np.isfinite(hidden).all()))
 
 
-def check_finite(reads: Sequence[Read], values: Sequence[Floats]) -> None:
-    """Raises NonFiniteOutput naming the first read whose value is not finite."""
-    for read, value in zip(reads, values, strict=True):
-        if not np.isfinite(value).all():
-            raise NonFiniteOutput(read.about)
+def not_finite(reads: Sequence[Read], values: Sequence[Floats]) -> list[str]:
+    """What the reads are about whose values are not."""
+    pairs = zip(reads, values, strict=True)
+    return [read.about for read, value in pairs if not np.isfinite(value).all()]

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flide_engine.config import GRAIN
-from flide_engine.errors import EngineError
+from flide_engine.errors import NonFiniteOutput
 from flide_engine.layout.plan import Mark
 from flide_engine.layout.stream import Job
 from flide_engine.layout.tree import Forest, build_forest
-from flide_engine.readout import Asked, Floats, check_finite, is_finite
+from flide_engine.readout import Asked, Floats, is_finite, not_finite
 from flide_engine.runner import Started
 from flide_engine.work import RequestWork
 
@@ -53,22 +53,19 @@ class Round:
     began: float
     ended: float | None = None
 
-    def hand_out(self, logits: Floats, hidden: Floats | None) -> dict[RequestWork, EngineError]:
+    def hand_out(self, logits: Floats, hidden: Floats | None) -> dict[RequestWork, NonFiniteOutput]:
         """Gives each work its values; the faults of those that have some which are not finite."""
-        faults: dict[RequestWork, EngineError] = {}
+        bad: dict[RequestWork, dict[str, None]] = {}  # what they are about, in order
         every, finite = self.started.asked.values(logits, hidden), is_finite(logits, hidden)
         for piece, place in zip(self.pieces, self.places, strict=True):
             work = piece.work
             indices = work.reads(piece.index)
             values = every[place.first : place.first + len(indices)]
-            try:
-                if not finite:
-                    check_finite([work.rendered.reads[i] for i in indices], values)
-            except EngineError as error:
-                # who keeps the error must not keep its frames, and with them the round's requests
-                faults.setdefault(work, error.with_traceback(None))
+            if not finite:
+                names = not_finite([work.rendered.reads[i] for i in indices], values)
+                bad.setdefault(work, {}).update(dict.fromkeys(names))
             work.values.update(zip(indices, values, strict=True))
-        return faults
+        return {work: NonFiniteOutput(*names) for work, names in bad.items() if names}
 
 
 def build_round(pieces: Sequence[Piece]) -> tuple[list[Job], list[Place], Asked]:

@@ -91,9 +91,8 @@ class Scheduler(Generic[W]):
         now = self._tell(now)
         if len(self):
             self._door.check(work.tenant, work.waiting_tokens, now, batch)
-        waits = batch and not work.alone
-        entry = Entry(work, next(self._ticks), now, waits, work.waiting_tokens)
-        self._enter(entry, self._batch if waits else self._interactive)
+        entry = Entry(work, next(self._ticks), now, batch and not work.alone, work.waiting_tokens)
+        self._enter(entry, self._batch if entry.background else self._interactive)
 
     def next_round(
         self, now: float, plan: Callable[[W], None] | None = None
@@ -132,6 +131,7 @@ class Scheduler(Generic[W]):
         """Queues work again: at the back between two pieces, at the front if it did not run."""
         for work in reversed(works) if front else works:
             entry = self._no_longer_out(work)
+            entry.background &= not work.alone  # which it may be since
             queue = self._batch if entry.background else self._interactive
             ran = entry.ran + (0 if front else entry.running)
             if front:

@@ -56,9 +56,10 @@ class RequestWork:
     them go into one round together, `at` the next one; empty until it is planned. anchors:
     checkpoints held between pieces, by the piece that took them. values: by read. seen: version
     of the index it was planned with, limit: tokens of a piece it was planned with. alone: it
-    shares no round. raw: values are wanted of it, not answers. fault: why it cannot be planned.
-    loaded: a checkpoint of its state that was found on disk, until it is planned. kept:
-    checkpoints it left. reused: tokens that its checkpoint saved. suspect: a
+    shares no round. shared: one of its rounds held others. again: it had values that
+    are not finite, and is done once more. raw: values are wanted of it, not answers. fault: why it
+    cannot be planned. loaded: a checkpoint of its state that was found on disk, until it is
+    planned. kept: checkpoints it left. reused: tokens that its checkpoint saved. suspect: a
     checkpoint from which it had values that are not finite, so that it is done again without.
     cut: limit and start that its pieces are made for. times: seconds by stage so far; since:
     when the present one began. by_prompt: its reads of each prompt, once they are looked for.
@@ -83,6 +84,8 @@ class RequestWork:
     seen: int = -1
     limit: int = 0
     alone: bool = False
+    shared: bool = False
+    again: bool = False
     raw: bool = False
     fault: EngineError | None = None
     loaded: Loaded | None = None
@@ -154,6 +157,11 @@ class RequestWork:
         return bool(self.steps) and self.at == len(self.steps)
 
     @property
+    def had_company(self) -> bool:
+        """Whether others may have had to do with its values."""
+        return self.shared and not self.alone
+
+    @property
     def is_coming(self) -> bool:
         """Whether the checkpoint it starts from is still on its way to the device."""
         coming = self.resume.checkpoint.coming if self.resume and not self.at else None
@@ -186,9 +194,12 @@ class RequestWork:
             ]
         self.steps = _steps(self.replays, limit)
 
-    def begin_again(self, suspect: Checkpoint) -> None:
-        """As if it had not begun, and is not to resume from anything; it holds no anchors."""
+    def begin_again(self, suspect: Checkpoint | None) -> None:
+        """As if it had not begun, to run alone. suspect: if there is one, it is not to resume from
+        anything. Its anchors are the caller's to drop.
+        """
         self.suspect, self.at, self.seen, self.cut = suspect, 0, -1, None
+        self.alone = self.again = True
         self.anchors.clear()
         self.values.clear()
 

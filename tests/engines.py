@@ -79,6 +79,36 @@ class NotANumber:
         return logits * np.nan, None if hidden is None else hidden * np.nan
 
 
+class Leaking:
+    """A round in which one value that is not finite makes all so, as neighbours in an attention
+    tile can on a GPU.
+    """
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending, self.rows = pending, pending.rows
+
+    def is_done(self) -> bool:
+        return self._pending.is_done()
+
+    def wait(self) -> Any:
+        logits, hidden = self._pending.wait()
+        return (logits, hidden) if np.isfinite(logits).all() else (logits * np.nan, hidden)
+
+
+def leak(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Has all rounds leak what is not finite; grows by the prompts of each."""
+    rounds: list[int] = []
+    start = engine._loop._runner.start
+
+    def leaking(jobs: list[Job], asked: Asked) -> Started:
+        rounds.append(sum(len(job.forest.leaves) for job in jobs))
+        started = start(jobs, asked)
+        return replace(started, pending=Leaking(started.pending))
+
+    monkeypatch.setattr(engine._loop._runner, "start", leaking)
+    return rounds
+
+
 class Gate:
     """Holds the engine's rounds until it is opened; counts them and notes their sizes."""
 

@@ -368,8 +368,10 @@ def test_lines_about_a_request_are_logged_in_its_callers_context(
 
     first = copy_context().run(submit, 0)
     gate.wait_for_rounds(1)
-    waiting = [copy_context().run(submit, i) for i in (1, 2)]
-    wait_until_queued(engine, 2)
+    waiting = []
+    for i in (1, 2):  # the second could be rendered first
+        waiting.append(copy_context().run(submit, i))
+        wait_until_queued(engine, i)
     gate.fault = ValueError
     gate.open.set()
     for future in (first, *waiting):

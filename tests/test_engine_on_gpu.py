@@ -5,13 +5,18 @@ references on the CPU: the embedded model, the same requests, the same answers.
 import subprocess
 import sys
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks import random_model
 from flide_engine import Choice, DecisionRequest, DecisionResponse, Engine, EngineConfig, Noul
+from flide_engine.errors import NonFiniteOutput
+from loadtest.soak_mix import POISON
+from tests.engines import submit_together
 
 pytestmark = [
     pytest.mark.gpu,
@@ -94,6 +99,36 @@ def test_states_that_left_the_card_come_back(dtype: str) -> None:
                 got = probabilities(future.result())
                 np.testing.assert_allclose(got, want, atol=2e-4 if dtype == "float32" else 5e-3)
         assert gpu.counters().from_host > 0
+        gpu.drop_checkpoints()
+        assert gpu.accounting().bytes_free == gpu.accounting().bytes_total
+    finally:
+        gpu.close()
+        cpu.close()
+
+
+def test_what_somebody_asks_about_a_state_makes_nobody_elses_answer_nan(tmp_path: Path) -> None:
+    """Questions about one state share attention tiles, in a round and in a request; one of them,
+    among many, gives NaN. Rounds of all, then of all from the state's checkpoint.
+    """
+    folder = str(random_model.write("embedded", tmp_path / "weights"))
+    gpu = Engine(EngineConfig(model=folder, device="cuda", dtype="float32", pool_bytes=1 << 30))
+    cpu = Engine(EngineConfig(model=folder, device="cpu", keep_checkpoints=False))
+    state = "My card was charged twice. " * 60
+    about = [f"Is it about {word}?" for word in WORDS] + [f"Is it {POISON}?"]
+    asked = [
+        DecisionRequest(state=state, questions={"q": Noul(instructions=text)}) for text in about
+    ]
+    try:
+        want = [probabilities(cpu.decide(request)) for request in asked[:-1]]
+        for _ in range(2):
+            *good, bad = submit_together(gpu, lambda: [gpu.submit(request) for request in asked])
+            for future, expected in zip(good, want, strict=True):
+                np.testing.assert_allclose(probabilities(future.result()), expected, atol=2e-4)
+            with pytest.raises(NonFiniteOutput):
+                bad.result()
+        together = {f"q{i}": Noul(instructions=text) for i, text in enumerate(about)}
+        with pytest.raises(NonFiniteOutput, match=f"'q{len(WORDS)}'|of them may have made"):
+            gpu.decide(DecisionRequest(state=state, questions=together))
         gpu.drop_checkpoints()
         assert gpu.accounting().bytes_free == gpu.accounting().bytes_total
     finally:

@@ -107,6 +107,20 @@ def test_a_long_batch_request_that_has_begun_goes_on() -> None:
     assert list(engine.ended).index("long") < 6
 
 
+def test_what_shares_no_round_any_more_is_next_though_it_might_wait() -> None:
+    """It is done once more, alone: whatever its class, it neither fills a gap nor waits for one."""
+    again, company = Item("again", 10, batch=True), Item("company", 10, batch=True)
+    scheduler = queue_of(again, company)
+    taken, _ = scheduler.next_round(0.0)
+    assert names(taken) == ["again", "company"]
+    scheduler.finished(company)
+    again.alone = True
+    scheduler.add(Item("interactive", 10))
+    scheduler.put_back([again])
+    assert names(scheduler.next_round(0.0)[0]) == ["again"]
+    assert names(scheduler.next_round(0.0)[0]) == ["interactive"]
+
+
 def test_put_back_at_the_front_keeps_the_order() -> None:
     """Work that did not fit the pool runs first next time."""
     scheduler = queue_of(Item("later", 10))

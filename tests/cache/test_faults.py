@@ -167,7 +167,7 @@ def test_what_is_forgotten_while_it_is_in_use_keeps_its_pages(tmp_path: Path) ->
     assert reading.resume is not None
     anchor = reading.resume.anchor
     assert anchor.position == len(TEXT)
-    checkpoints.disown(at_fault)
+    checkpoints.distrust(at_fault)
     full(machine)
     assert not checkpoints.index
     pages, slots = pool.take(pool.free, 0)

@@ -54,7 +54,7 @@ def test_what_holds_pages_at_fault_stays_until_somebody_reads_it(tmp_path: Path)
     """Also after whoever computed them was told, and theirs were forgotten."""
     machine = Machine(tmp_path, 40, 40)
     first, second = two_at_once(machine)
-    machine.checkpoints.disown(first)
+    machine.checkpoints.distrust(first)
     machine.checkpoints.trust(second)
     assert copied(machine) == []
     machine.run(machine.ask(np.append(TEXT, TEXT[:64]), "third"))

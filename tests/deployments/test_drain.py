@@ -146,10 +146,12 @@ def test_never_asks_nobody() -> None:
 
 
 def test_what_takes_over() -> None:
-    """Nothing is copied for other weights; what is refused or does not fit is no error."""
+    """Nothing is copied for other weights or another stack, if that is told; what is refused or
+    does not fit is no error.
+    """
 
     class Taker:
-        weights_hash = "w"
+        weights_hash, stack = "w", "s"
 
         def import_state(self, data: bytes) -> int:
             if data == b"bad":
@@ -158,7 +160,7 @@ def test_what_takes_over() -> None:
                 raise PoolExhausted("pages", 9, 1, 8)
             return len(data)
 
-    async def run(data: bytes, weights: str = "w") -> tuple[str, bool]:
+    async def run(data: bytes, weights: str = "w", stack: str = "s") -> tuple[str, bool]:
         piece: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         piece.set_result(data)
         looked: list[bool] = []
@@ -168,13 +170,15 @@ def test_what_takes_over() -> None:
                 looked.append(True)
                 return piece.__await__()
 
-        return await take_over(Taker(), [Reference()], weights), bool(looked)
+        return await take_over(Taker(), [Reference()], weights, stack), bool(looked)
 
     assert asyncio.run(run(b"data")) == ("adopted", True)
     assert asyncio.run(run(b"")) == ("known", True)
     assert asyncio.run(run(b"bad")) == ("refused", True)
     assert asyncio.run(run(b"large")) == ("full", True)
     assert asyncio.run(run(b"data", "other")) == ("refused", False)
+    assert asyncio.run(run(b"data", stack="other")) == ("refused", False)
+    assert asyncio.run(run(b"data", stack="")) == ("adopted", True)  # an older replica leaves
 
 
 def ask(state: str) -> dict[str, Any]:

@@ -185,19 +185,20 @@ def test_what_another_replica_left_is_taken_over(replica: EngineReplica) -> None
     """And counted; a state that has another home is told as foreign."""
     key = anchor_key(f"{7:016x}", "", 640)
 
-    async def take(weights: str, home: str) -> str:
+    async def take(weights: str, home: str, stack: str = "torch") -> str:
         piece = asyncio.get_running_loop().create_future()
         piece.set_result(b"data")
-        return await replica.adopt([piece], weights, tuple(key), 7, home)
+        return await replica.adopt([piece], weights, tuple(key), 7, home, stack)
 
     assert asyncio.run(take("w", "me")) == "adopted"
     assert told_by(replica).foreign == ()
     assert asyncio.run(take("other", "")) == "refused"
+    assert asyncio.run(take("w", "", "other")) == "refused"
     assert told_by(replica).foreign == ()
     assert asyncio.run(take("w", "other")) == "adopted"
     assert told_by(replica).foreign == ((7, 512),)
     taken = asyncio.run(replica.counters())["checkpoints_taken_over"]
-    assert taken == {"adopted": 2, "refused": 1}
+    assert taken == {"adopted": 2, "refused": 2}
 
 
 def told_by(replica: EngineReplica) -> Stats:

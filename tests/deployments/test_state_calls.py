@@ -25,6 +25,7 @@ class Siblings:
         self.owner, self.is_there = owner, is_there
         self.routes: list[Any] = []
         self.taken: list[bytes] = []
+        self.origins: list[tuple[str, str]] = []
         remote = SimpleNamespace
         self.handle = SimpleNamespace(
             owner=remote(remote=self._owner), adopt=remote(remote=self._adopt)
@@ -37,8 +38,9 @@ class Siblings:
         self.routes.append(route)
         return self.owner
 
-    async def _adopt(self, pieces: list[bytes], weights: str, route: object) -> str:
+    async def _adopt(self, pieces: list[bytes], weights: str, route: object, stack: str) -> str:
         self.routes.append(route)
+        self.origins.append((weights, stack))
         self.taken += pieces
         return "adopted"
 
@@ -88,6 +90,7 @@ def test_a_branch_is_handed_to_its_home(monkeypatch: pytest.MonkeyPatch) -> None
         assert ends(Siblings("other", is_there=False)) == "failed"
         other = Siblings("other")
         assert ends(other) == "adopted"
+        assert other.origins == [(engine.weights_hash, engine.stack)]
         for route in other.routes:
             key = as_key(route)
             assert key is not None

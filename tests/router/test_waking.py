@@ -17,6 +17,7 @@ from router import boards, waking
 from router.boards import Members
 from router.http_errors import STATUS, error_headers
 from router.waking import Waking, cheap_call, waking_of
+from tests.waiting import until
 
 EVER = 1e9
 
@@ -204,8 +205,8 @@ def test_serve_is_asked_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     boards._shared.clear()
     found = waking_of(Handle())
     found.members.count, found.members.cold_start_s = 0, 60.0
-    for pause in found.pauses(lambda: True):
-        threading.Event().wait(pause)
+    for _ in found.pauses(lambda: True):
+        until(found._seen.done, "Serve is never asked")
     assert found.replaced
     assert asked == [("app", "Engine")]
     boards._shared.clear()
