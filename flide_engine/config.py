@@ -50,7 +50,7 @@ class EngineConfig(BaseModel):
         False,
         description="Whether a round is put together only when the one that runs is about to end,"
         " so that what comes meanwhile joins it; off: as soon as that one has begun. Of use on a"
-        " GPU, where rounds run ahead; not measured on one yet.",
+        " GPU, where rounds run ahead; on an H200 with 64 clients it gained nothing.",
     )
     max_request_tokens: int = Field(65536, gt=0, description="Most new tokens of one request.")
     max_prompt_tokens: int = Field(

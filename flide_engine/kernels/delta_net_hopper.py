@@ -111,6 +111,7 @@ def delta_net_hopper(
     assert supports(projected, weights, shape), "no kernel for these types, heads or rows"
     assert recurrent_state[0].is_contiguous(), "a slot's state lies apart"
     assert conv_state[0].is_contiguous(), "a slot's convolution rows lie apart"
+    assert conv_state.stride(0) % 8 == 0, "slots' rows are copied 16 bytes at a time"
     if kernels is None:
         kernels = compiled("delta_net.cu", macros(shape, weights.dt_bias.dtype))
     processors = processors or _processors(projected.device)
