@@ -8,10 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from benchmarks.shapes import SHAPES
 from benchmarks.weights import write_folder
@@ -24,8 +22,7 @@ from flide_engine.layout.plan import RoundPlan
 from flide_engine.models.qwen3_5 import Qwen35
 from flide_engine.readout import Asked
 from tests.deterministic.fixed_order import FIXED_ORDER
-
-Array = NDArray[Any]
+from tests.interpreter import add_up_in_order
 
 SMALL = SHAPES["test"] | {"full_attention_interval": 2}
 """Four layers, both kinds twice."""
@@ -99,28 +96,9 @@ def interpreted_kernels() -> Kernels:
     )
 
 
-def _product(a: Array, b: Array, dtype: Any = None) -> Array:
-    """`np.matmul`, each number added up in order. A BLAS may add up a row by where it stands in its
-    block: with some processors' kernels it does, and bits would tell of that.
-    """
-    total = np.zeros((*a.shape[:-1], b.shape[-1]), dtype)
-    for i in range(a.shape[-1]):
-        total += (a[..., i, None] * b[..., i, None, :]).astype(total.dtype)
-    return total
-
-
-class _Numpy:
-    """numpy, as the interpreter is to see it."""
-
-    matmul = staticmethod(_product)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(np, name)
-
-
 def interpreted(patch: pytest.MonkeyPatch, folder: Path, kernels: Kernels) -> Made:
     """Engines in Triton's interpreter."""
-    patch.setattr("triton.runtime.interpreter.np", _Numpy())
+    add_up_in_order(patch)
     patch.setattr("flide_engine.engine.resolve_kernels", lambda *_: kernels)
     patch.setattr(
         "flide_engine.engine.executor_for", lambda model, pool, *_: Interpreted(model, pool)
