@@ -22,7 +22,7 @@ from flide_engine.layout.plan import RoundPlan
 from flide_engine.models.qwen3_5 import Qwen35
 from flide_engine.readout import Asked
 from tests.deterministic.fixed_order import FIXED_ORDER
-from tests.kernels.one_order import in_one_order
+from tests.interpreter import add_up_in_order
 
 SMALL = SHAPES["test"] | {"full_attention_interval": 2}
 """Four layers, both kinds twice."""
@@ -98,7 +98,7 @@ def interpreted_kernels() -> Kernels:
 
 def interpreted(patch: pytest.MonkeyPatch, folder: Path, kernels: Kernels) -> Made:
     """Engines in Triton's interpreter."""
-    in_one_order(patch)
+    add_up_in_order(patch)
     patch.setattr("flide_engine.engine.resolve_kernels", lambda *_: kernels)
     patch.setattr(
         "flide_engine.engine.executor_for", lambda model, pool, *_: Interpreted(model, pool)

@@ -13,6 +13,7 @@ from flide_engine.kernels.invariant_matmul import (
     invariant_matmul,
 )
 from flide_engine.kernels.invariant_matmul_ref import invariant_matmul_ref
+from tests.interpreter import add_up_in_order
 from tests.kernels.test_triton import (
     DEVICE,
     DTYPES,
@@ -52,8 +53,10 @@ def test_it_is_the_product(rows: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bits_depend_on_the_row_alone(dtype: torch.dtype) -> None:
+def test_bits_depend_on_the_row_alone(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, in every slot of a tile, among more rows, with every tuning."""
+    if INTERPRETED:
+        add_up_in_order(monkeypatch)
     x, weight = operands(200 if INTERPRETED else 1000, dtype)
     want = invariant_matmul(x, weight)
     for count in (1, 2, 17, 64, 65, 129):
