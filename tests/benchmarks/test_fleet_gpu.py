@@ -6,20 +6,30 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-
-from benchmarks import fleet_gpu
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--gpus 2 --clients 3 --seconds 3 --agents 8 --steps 8"
 
 
+@pytest.fixture
+def fleet_gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The benchmark, without what it tells Ray: that would hold for all tests of this process."""
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "0")  # read when Ray is imported
+    before = set(os.environ)
+    found = import_module("benchmarks.fleet_gpu")
+    for name in set(os.environ) - before - {"RAY_CLIENT_MODE"}:  # which Ray sets itself
+        del os.environ[name]
+    return found
+
+
 def test_a_fleet_that_fails_leaves_its_rows_and_the_next_one_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet_gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows are in the file as they come; the command's end says that something went wrong."""
     out = tmp_path / "rows.json"
