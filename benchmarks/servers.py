@@ -99,6 +99,7 @@ def running(servers: Sequence[Server], grace_s: float = 12.0) -> Iterator[None]:
                 server.process.wait(max(0.1, until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 server.interrupt(signal.SIGKILL)
+                server.process.wait()
 
 
 def come_up(servers: Sequence[Server], left: Callable[[], float]) -> list[Server]:

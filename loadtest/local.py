@@ -73,7 +73,11 @@ def serving(log: Path, *args: str, env: Mapping[str, str] | None = None) -> Iter
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGINT)
-            process.wait(END_WITHIN_S)
+            try:
+                process.wait(END_WITHIN_S)
+            except subprocess.TimeoutExpired:  # as where a shell has it ignore interrupts
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         if not again or RAY_WAS_SLOW not in text:
             raise RuntimeError(f"the server did not start:\n{text}")
 
