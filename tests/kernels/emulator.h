@@ -155,6 +155,8 @@ inline u32 tf32(float x) { return emulated::bits(x) >> 13 << 13; }
 inline float exp2_of(float x) { return std::exp2(x); }
 inline float log_of(float x) { return std::log2(x); }
 inline float rsqrt_of(float x) { return 1.0f / std::sqrt(x); }
+inline float fused(float a, float b, float c) { return std::fma(a, b, c); }
+inline float greater(float a, float b) { return std::fmax(a, b); }
 inline float reciprocal(float x) { return 1.0f / x; }
 
 inline void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -214,6 +216,10 @@ inline float from_lane(float x, const std::function<int(int)>& source) {
 inline float shuffle_xor(float x, int mask) {
     return from_lane(x, [=](int t) { return t ^ mask; });
 }
+inline u32 shuffle_xor(u32 x, int mask) {
+    const u64 mine[1] = {x};
+    return static_cast<u32>(emulated::together(mine, 1)[emulated::current % 32 ^ mask][0]);
+}
 inline float shuffle_up(float x, int by) {
     return from_lane(x, [=](int t) { return t - by; });
 }
@@ -263,19 +269,31 @@ inline void barrier_expect(u64* at, u32 bytes) {
 inline void barrier_wait(u64* at, u32 parity) {
     while (emulated::barrier(at).phase == parity) emulated::yield();
 }
+inline bool barrier_ready(u64* at, u32 parity) { return emulated::barrier(at).phase != parity; }
 inline int fresh(int x) { return x; }
 inline void pause() { emulated::yield(); }
 inline void copy_16(void* shared, const void* global) { memcpy(shared, global, 16); }
 inline void copies_done() {}
+inline void copies_grouped() {}
+template <int MOST>
+inline void copies_but() {}
+inline void before_products() {}
+template <int COUNT>
+inline void fewer_registers() {}
+template <int COUNT>
+inline void more_registers() {}
 inline void copy_out(void* global, const void* shared, u32 bytes) { memcpy(global, shared, bytes); }
 inline void copied_out() {}
 inline void written_out() {}
 inline void products_begin() {}
 inline void products_issued() {}
 inline void products_end() {}
+inline void products_end_but_last() {}
 
 template <int N>
 inline void settle(float (&)[N][4]) {}
+template <int N>
+inline void settle(uint4 (&)[N]) {}
 inline u32 operand(const void* shared) {
     return static_cast<u32>((static_cast<const unsigned char*>(shared) - emulated::shared.data()) /
                             16);
@@ -308,6 +326,30 @@ template <bool ADDS>
 inline void warpgroup_mma_64(float (&c)[8][4], const uint4& a, u32 tile, int step) {
     if (!ADDS) memset(c, 0, sizeof(c));
     warp_rows(c, a, [&](int k, int n) { return tile_element(tile, n, step * 16 + k); });
+}
+template <bool ADDS>
+inline void warpgroup_mma_64(float (&c)[8][4], u32 rows, u32 tile, int step) {
+    const int g = emulated::current % 32 / 4, h = emulated::current % 4;
+    if (!ADDS) memset(c, 0, sizeof(c));
+    float left[2][16];
+    for (int k = 0; k < 16; k++) {
+        for (int half = 0; half < 2; half++) {
+            const int row = emulated::current / 32 % 4 * 16 + half * 8 + g;
+            left[half][k] = tile_element(rows, row, step * 16 + k);
+        }
+    }
+    for (int n = 0; n < 16; n++) {
+        const int column = n / 2 * 8 + 2 * h + n % 2;
+        for (int k = 0; k < 16; k++) {
+            const float right = tile_element(tile, column, step * 16 + k);
+            c[n / 2][n % 2] += left[0][k] * right;
+            c[n / 2][2 + n % 2] += left[1][k] * right;
+        }
+    }
+    sync_warp();
+}
+inline void warpgroup_mma_256(float (&c)[32][4], const uint4& a, u32 tile, int step) {
+    warp_rows(c, a, [&](int k, int n) { return tile_element(tile, step * 16 + k, n); });
 }
 inline void warpgroup_mma_128(float (&c)[16][4], const uint4& a, u32 tile, int step) {
     warp_rows(c, a, [&](int k, int n) { return tile_element(tile, step * 16 + k, n); });
