@@ -121,15 +121,9 @@ __device__ inline u32 gated(u32 value, u32 gate) {
     return scaled(value, low * low, high * high);
 }
 
-/// The outputs of one of a lane's two rows, of which there is one if `there`.
-__device__ inline void store_row(const float (&o)[WIDTH / 8][4], int half, float total, bool there,
-                                 const u16* gates, u16* out, int h) {
-    uint4 gate[WIDTH / 32];
-#pragma unroll
-    for (int c = 0; c < WIDTH / 32; c++) {
-        gate[c] = there ? *reinterpret_cast<const uint4*>(gates + c * 32 + h * 8)
-                        : make_uint4(0, 0, 0, 0);
-    }
+/// The outputs of one of a lane's two rows.
+__device__ inline void store_row(const float (&o)[WIDTH / 8][4], int half, float total,
+                                 const uint4 (&gate)[WIDTH / 32], u16* out, int h) {
     total += shuffle_xor(total, 1);
     total += shuffle_xor(total, 2);
     const float share = reciprocal(total > 0.0f ? total : 1.0f);
@@ -142,10 +136,9 @@ __device__ inline void store_row(const float (&o)[WIDTH / 8][4], int half, float
             x[i] = pack(two[2 * half] * share, two[2 * half + 1] * share);
         }
         turn_over(x, h);
-        if (!there) continue;
-        *reinterpret_cast<uint4*>(out + c * 32 + h * 8) =
-            make_uint4(gated(x[0], gate[c].x), gated(x[1], gate[c].y), gated(x[2], gate[c].z),
-                       gated(x[3], gate[c].w));
+        const uint4 made = make_uint4(gated(x[0], gate[c].x), gated(x[1], gate[c].y),
+                                      gated(x[2], gate[c].z), gated(x[3], gate[c].w));
+        if (out != nullptr) *reinterpret_cast<uint4*>(out + c * 32 + h * 8) = made;
     }
 }
 
@@ -245,14 +238,19 @@ __device__ inline void attend_rows(Attending& own, const u16* q_gate, i64 stride
         products_end();
         settle(o);
         reading.release(&own.empty[taken]);
-        const int kv = task % KV_HEADS;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int row = m + half * 8, head = kv * GROUP + row % BLOCK;
-            const i64 query = own.asked[turn][row / BLOCK % TILE].query;
-            store_row(o, half, rows.total[half], rows.node[half] != NOBODY,
-                      q_gate + query * stride + (2 * head + 1) * WIDTH,
-                      out + (query * (KV_HEADS * GROUP) + head) * WIDTH, h);
+            const int row = m + half * 8, kv = task % KV_HEADS;
+            const bool there = rows.node[half] != NOBODY;
+            const i64 query = there ? own.asked[turn][row / BLOCK % TILE].query : 0;
+            const int head = kv * GROUP + (there ? row % BLOCK : 0);
+            const u16* gates = q_gate + query * stride + (2 * head + 1) * WIDTH + h * 8;
+            uint4 gate[WIDTH / 32];
+#pragma unroll
+            for (int c = 0; c < WIDTH / 32; c++)
+                gate[c] = *reinterpret_cast<const uint4*>(gates + c * 32);
+            u16* place = out + (query * (KV_HEADS * GROUP) + head) * WIDTH;
+            store_row(o, half, rows.total[half], gate, there ? place : nullptr, h);
         }
     }
 }

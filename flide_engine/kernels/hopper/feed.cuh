@@ -101,12 +101,14 @@ __device__ inline int row_of(int warp, int lane) {
 
 /// 64 rows of keys or values. place: of the rows of `row_of`, how many rows behind `from`.
 __device__ inline void copy_rows(uint4* tile, const u16* from, int place, int warp, int lane) {
+    constexpr int APART = FEEDERS * AT_ONCE;  // rows from one to the next: 4 or 8
+    uint4* at = at_eight(tile, warp * AT_ONCE + lane / EIGHTS, lane % EIGHTS);
+    uint4* odd = at_eight(tile, warp * AT_ONCE + lane / EIGHTS + APART, lane % EIGHTS);
+    from += lane % EIGHTS * 8;
 #pragma unroll
-    for (int i = 0; i < KEYS / (FEEDERS * AT_ONCE); i++) {
-        const int j = i * AT_ONCE + lane / EIGHTS;
-        const i64 row = shuffle(place, j);
-        copy_16(at_eight(tile, row_of(warp, j), lane % EIGHTS),
-                from + row * ROW + lane % EIGHTS * 8);
+    for (int i = 0; i < KEYS / APART; i++) {
+        const i64 row = shuffle(place, i * AT_ONCE + lane / EIGHTS);
+        copy_16((i % 2 == 0 ? at : odd) + i / 2 * (2 * APART * 8), from + row * ROW);
     }
 }
 
