@@ -7,7 +7,7 @@
 #pragma once
 #include "feed.cuh"
 
-constexpr int FEEDER_REGISTERS = 40, REGISTERS = 232;  // of a thread, where two warpgroups multiply
+constexpr int FEEDER_REGISTERS = 56, REGISTERS = 224;  // of a thread, where two warpgroups multiply
 
 /// s = q k^T.
 __device__ inline void multiply_keys(float (&s)[8][4], u32 q, u32 keys) {

@@ -23,6 +23,7 @@ struct Filling {
 
     __device__ inline void tell_all() {
         copies_but<0>();
+#pragma unroll 1
         while (open > 0) tell();
     }
 
@@ -47,23 +48,17 @@ struct Filling {
     }
 };
 
-/// What a tile begins with: nodes, stream row after the last query, steps of the node's own that
-/// all see, first and number of pages; a query a lane.
+/// What a tile begins with, a number a lane: first and last node, stream row of the last query,
+/// steps of the node's own that all see, first and number of pages; and the queries.
 struct Head {
-    int first, last, end, full, page, past, query;
+    int numbers, query;
 };
 
 __device__ inline Head head_of(const Lists& lists, int task, int tasks, int lane) {
-    if (task >= tasks) return Head{};
+    if (task >= tasks) return Head{0, 0};
     const int tile = task / KV_HEADS;
-    const int *nodes = lists.nodes + 2 * tile, *ends = lists.ends + 2 * tile,
-              *pages = lists.pages + 2 * tile;
-    return Head{nodes[0],
-                nodes[1],
-                ends[0] + 1,
-                ends[1],
-                pages[0],
-                pages[1],
+    const int* of = lane < 2 ? lists.nodes : lane < 4 ? lists.ends : lists.pages;
+    return Head{lane < 6 ? of[2 * tile + lane % 2] : 0,
                 lane < TILE ? lists.queries[tile * TILE + lane] : -1};
 }
 
@@ -129,46 +124,51 @@ __device__ inline void feed(Attending& own, const Lists& lists, const Sources& f
     Head coming = head_of(lists, blockIdx.x, tasks, lane);
     u32 turn = 0;
     for (int task = blockIdx.x; task < tasks; task += gridDim.x, turn ^= 1) {
-        const Head head = coming;
+        const int query = coming.query, given = coming.numbers;
+        const int first = shuffle(given, 0), last = shuffle(given, 1);
+        const int bound = shuffle(given, 2) + 1, full = shuffle(given, 3);
+        const int pages = shuffle(given, 4), pasts = shuffle(given, 5);
         coming = head_of(lists, task + gridDim.x, tasks, lane);  // nobody waits for it here
-        const int head_at = task % KV_HEADS * WIDTH, tail = lists.starts[head.first] % KEYS;
+        const int head_at = task % KV_HEADS * WIDTH, tail = lists.starts[first] % KEYS;
         bool begins = true;
-        for (int node = head.first, number = 0; node <= head.last; node++) {
+        for (int node = first, number = 0; node <= last; node++) {
             const int low = lists.cu_seqlens[node], end = lists.cu_seqlens[node + 1];
-            const int high = end < head.end ? end : head.end;
-            const int past = node == head.first ? head.past : 0;
+            const int high = end < bound ? end : bound;
+            const int past = node == first ? pasts : 0;
             const int steps = (high - low + tail + KEYS - 1) / KEYS;
             for (int t = -past; t < steps; t++) {
-                const bool open = t < 0 || (t < head.full && (t > 0 || tail == 0));
-                const u16 *k = from.k + head_at, *v = from.v + head_at;
+                const bool open = t < 0 || (t < full && (t > 0 || tail == 0));
+                i64 offset = head_at;
                 int place = mine;
                 if (t < 0) {
                     if ((t + past) % LANES == 0 && t + lane < 0)
-                        number = lists.numbers[head.page + past + t + lane];
-                    const i64 page = shuffle(number, (t + past) % LANES) * from.page + head_at;
-                    k = from.keys + page, v = from.values + page;
+                        number = lists.numbers[pages + past + t + lane];
+                    offset += shuffle(number, (t + past) % LANES) * from.page;
                 } else if (open) {
                     place += low - tail + t * KEYS;
                 } else {
                     place = held_row(lists, node, low, high, tail, t * KEYS - tail + mine);
                 }
-                uint4* tile = filling.take();
-                if (warp == 0 && lane == 0) {
-                    own.steps[filling.slot] =
-                        Step{open ? ANY : node, (head.past + t) * KEYS,
-                             open ? KEYS : high - low + tail - t * KEYS, !open || WINDOW > 0,
-                             node == head.last && t + 1 == steps};
+#pragma unroll 1
+                for (int kind = 0; kind < 2; kind++) {
+                    uint4* tile = filling.take();
+                    if (kind == 0 && warp == 0 && lane == 0) {
+                        own.steps[filling.slot] =
+                            Step{open ? ANY : node, (pasts + t) * KEYS,
+                                 open ? KEYS : high - low + tail - t * KEYS, !open || WINDOW > 0,
+                                 node == last && t + 1 == steps};
+                    }
+                    const u16* all = t < 0 ? (kind == 0 ? from.keys : from.values)
+                                           : (kind == 0 ? from.k : from.v);
+                    copy_rows(tile, all + offset, place, warp, lane);
+                    if (begins) {
+                        filling.wait(&own.asked_over, turn ^ 1);
+                        copy_queries(own, from.q, query, task % KV_HEADS, warp, lane);
+                        if (warp == 0) describe(own.asked[turn], lists, query, lane);
+                        begins = false;
+                    }
+                    filling.next();
                 }
-                copy_rows(tile, k, place, warp, lane);
-                if (begins) {
-                    filling.wait(&own.asked_over, turn ^ 1);
-                    copy_queries(own, from.q, head.query, task % KV_HEADS, warp, lane);
-                    if (warp == 0) describe(own.asked[turn], lists, head.query, lane);
-                    begins = false;
-                }
-                filling.next();
-                copy_rows(filling.take(), v, place, warp, lane);
-                filling.next();
             }
         }
         filling.tell_all();
