@@ -165,6 +165,85 @@ struct Reading {
     }
 };
 
+/// The weights of a lane's rows shrink what was added up before.
+__device__ inline void shrink(float (&o)[WIDTH / 8][4], const Softmax& rows) {
+#pragma unroll
+    for (int n = 0; n < WIDTH / 8; n++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) o[n][e] *= rows.shrink[e / 2];
+    }
+}
+
+/// What two rows of a lane begin with.
+__device__ inline void begin(float (&o)[WIDTH / 8][4], Softmax& rows, const Asked* asked, int m) {
+#pragma unroll
+    for (int n = 0; n < WIDTH / 8; n++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) o[n][e] = 0.0f;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = m + half * 8;
+        const bool there = row / BLOCK < TILE && row % BLOCK < GROUP;
+        const Asked& own = asked[row / BLOCK % TILE];
+        rows.node[half] = there ? own.node : NOBODY;
+        rows.time[half] = own.time;
+        rows.top[half] = as_float(0xff800000u);
+        rows.total[half] = 0.0f;
+    }
+}
+
+/// Sums and totals of one tile's rows over their keys. The scores of a step are multiplied while
+/// the sums of those before shrink, and its weights computed while the values of the one before are
+/// added.
+__device__ inline void add_up(float (&o)[WIDTH / 8][4], Softmax& rows, Attending& own,
+                              Reading& reading, u32 q, float scale, int h) {
+    float s[8][4];
+    uint4 p[4];
+    u32 keys = reading.take();
+    Step step = own.steps[reading.slot];
+    products_begin();
+    multiply_keys(s, q, keys);
+    products_issued();
+    products_end();
+    settle(s);
+    reading.release(&own.empty[reading.next()]);
+    if (step.last) reading.release(&own.asked_over);
+    weigh(s, rows, step, scale, h);
+    round_weights(p, s);
+    while (!step.last) {
+        const u32 values = reading.take();
+        const int values_at = reading.next();
+        keys = reading.take();
+        step = own.steps[reading.slot];
+        products_begin();
+        multiply_keys(s, q, keys);
+        products_issued();
+        shrink(o, rows);
+        products_begin();
+        add_values(o, p, values);
+        products_issued();
+        products_end_but_last();
+        settle(s);
+        reading.release(&own.empty[reading.next()]);
+        if (step.last) reading.release(&own.asked_over);
+        weigh(s, rows, step, scale, h);
+        products_end();
+        settle(o);
+        settle(s);
+        settle(p);
+        reading.release(&own.empty[values_at]);
+        round_weights(p, s);
+    }
+    shrink(o, rows);
+    products_begin();
+    add_values(o, p, reading.take());
+    products_issued();
+    products_end();
+    settle(o);
+    reading.release(&own.empty[reading.next()]);
+}
+
 /// All tiles of the block; one warpgroup's 64 rows.
 __device__ inline void attend_rows(Attending& own, const u16* q_gate, i64 stride, int tasks,
                                    float scale, u16* out, int group, int warp, int lane) {
@@ -173,71 +252,11 @@ __device__ inline void attend_rows(Attending& own, const u16* q_gate, i64 stride
     Reading reading{own, lane};
     u32 turn = 0;
     for (int task = blockIdx.x; task < tasks; task += gridDim.x, turn ^= 1) {
-        float o[WIDTH / 8][4], s[8][4];
-        uint4 p[4];
+        float o[WIDTH / 8][4];
         Softmax rows;
-#pragma unroll
-        for (int n = 0; n < WIDTH / 8; n++) {
-#pragma unroll
-            for (int e = 0; e < 4; e++) o[n][e] = 0.0f;
-        }
-        u32 keys = reading.take();
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int row = m + half * 8;
-            const bool there = row / BLOCK < TILE && row % BLOCK < GROUP;
-            const Asked* asked = &own.asked[turn][row / BLOCK % TILE];
-            rows.node[half] = there ? asked->node : NOBODY;
-            rows.time[half] = asked->time;
-            rows.top[half] = as_float(0xff800000u);
-            rows.total[half] = 0.0f;
-        }
-        Step step = own.steps[reading.slot];
-        products_begin();
-        multiply_keys(s, q, keys);
-        products_issued();
-        products_end();
-        settle(s);
-        int taken = reading.next();
-        reading.release(&own.empty[taken]);
-        if (step.last) reading.release(&own.asked_over);
-        weigh(s, rows, step, scale, h);
-        round_weights(p, s);
-        u32 values = reading.take();
-        taken = reading.next();
-        while (!step.last) {
-            keys = reading.take();
-            step = own.steps[reading.slot];
-            products_begin();
-            multiply_keys(s, q, keys);
-            products_issued();
-            add_values(o, p, values);
-            products_issued();
-            products_end_but_last();
-            settle(s);
-            reading.release(&own.empty[reading.next()]);
-            if (step.last) reading.release(&own.asked_over);
-            weigh(s, rows, step, scale, h);
-            products_end();
-            settle(o);
-            settle(s);
-            settle(p);
-            reading.release(&own.empty[taken]);
-#pragma unroll
-            for (int n = 0; n < WIDTH / 8; n++) {
-#pragma unroll
-                for (int e = 0; e < 4; e++) o[n][e] *= rows.shrink[e / 2];
-            }
-            round_weights(p, s);
-            values = reading.take();
-            taken = reading.next();
-        }
-        products_begin();
-        add_values(o, p, values);
-        products_issued();
-        products_end();
-        settle(o);
-        reading.release(&own.empty[taken]);
+        reading.take();  // its keys come with the queries
+        begin(o, rows, own.asked[turn], m);
+        add_up(o, rows, own, reading, q, scale, h);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = m + half * 8, kv = task % KV_HEADS;
