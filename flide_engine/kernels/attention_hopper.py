@@ -35,7 +35,7 @@ class Lists(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("queries", "nodes", "ends", "pages")),
         *((name, ctypes.c_void_p) for name in ("numbers", "chain_rows", "starts", "cu_seqlens")),
-        *((name, ctypes.c_void_p) for name in ("row_nodes", "rows", "count")),
+        *((name, ctypes.c_void_p) for name in ("row_nodes", "positions", "rows", "count")),
     ]
 
 
@@ -81,8 +81,8 @@ def attend_hopper(
 ) -> None:
     """Writes the gated attention of q [R, nh, hd] into out [R, nh * hd], for what `supports`.
 
-    q, k, v [T, nkv, hd]: normed and rotated, and pages written. The rest: see `attention_ref`; needs
-    `stream.tasks`. kernels, processors: None: compiled for the GPU, and as many as it has.
+    q, k, v [T, nkv, hd]: normed and rotated, and pages written. The rest: see `attention_ref`.
+    Needs `stream.tasks`. kernels, processors: None: compiled for the GPU, and as many as it has.
     """
     tasks = stream.tasks
     assert tasks is not None, "the GPU kernels need the stream's work lists"
@@ -105,6 +105,7 @@ def attend_hopper(
     pointer = ctypes.c_void_p
     given = (
         *lists, stream.pages, stream.chain_rows, stream.starts, stream.cu_seqlens, tasks.row_nodes,
+        stream.positions,
     )  # fmt: skip
     count = tasks.counts[TILES if rows is None else READ_TILES :]
     arguments = [

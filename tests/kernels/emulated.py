@@ -22,7 +22,9 @@ def emulated(
     """The launches of a source file. kernels: their names; defined: macros, by name."""
     assert COMPILER is not None
     sources = sorted([*FOLDER.glob("*.cu*"), HERE / "emulator.h", HERE / "emulated.cpp"])
-    digest = hashlib.sha256(repr((source, kernels, defined)).encode() + b"".join(p.read_bytes() for p in sources))
+    digest = hashlib.sha256(
+        repr((source, kernels, defined)).encode() + b"".join(p.read_bytes() for p in sources)
+    )
     library = Path(tempfile.gettempdir()) / f"flide-emulated-{digest.hexdigest()[:16]}.so"
     if not library.exists():
         made = library.with_suffix(f".{id(digest)}")

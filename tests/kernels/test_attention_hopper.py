@@ -18,7 +18,6 @@ from flide_engine.kernels.attention_hopper import attend_hopper, macros, support
 from flide_engine.kernels.attention_ref import AttentionShape, attention_ref
 from flide_engine.kernels.hopper.program import Launch, has_hopper
 from flide_engine.kernels.pointwise_ref import rms_norm_ref, rope_ref
-from flide_engine.layout.plan import RoundPlan
 from flide_engine.readout import Asked
 from tests.kernels.emulated import COMPILER, emulated
 from tests.kernels.test_triton import DEVICE, KINDS, PAGES, apart, both_streams, random
@@ -55,7 +54,9 @@ class Case:
         self.norms = tuple(random(width, dtype=BFLOAT16, scale=0.1) for _ in range(2))
         angle = random(self.rows, width // 8, dtype=torch.float32)
         self.turns = angle.cos(), angle.sin()
-        self.pages = [random(PAGES + i, 64, heads[1], width, dtype=BFLOAT16)[:PAGES] for i in range(2)]
+        self.pages = [
+            random(PAGES + i, 64, heads[1], width, dtype=BFLOAT16)[:PAGES] for i in range(2)
+        ]
 
     def tables(self, tile: int) -> Tables:
         """The plan in a bucket with padding, in tiles of so many queries."""
@@ -129,3 +130,63 @@ def test_no_number_of_blocks_changes_a_bit(kind: str) -> None:
     first = case.got(16, 1)
     for processors in (2, 7, 40):
         assert torch.equal(case.got(16, processors), first)
+
+
+@pytest.mark.parametrize("kind", ["company", "resumed"])
+def test_what_is_not_finite_in_one_request_stays_there(kind: str) -> None:
+    """Keys and values of the first row, which is the first tree's: no other tree sees them."""
+    case = Case(kind)
+    case.k_v[0] = torch.nan
+    roots = np.arange(case.plan.num_nodes)
+    for n, parent in enumerate(case.plan.parents.tolist()):
+        roots[n] = roots[parent] if parent >= 0 else n
+    others = np.repeat(roots != 0, np.diff(case.plan.cu_seqlens))
+    case.wanted()
+    got = case.got()
+    assert others.any()
+    assert torch.isfinite(got[others]).all()
+    assert torch.isnan(got[0]).all()
+
+
+def test_a_query_that_is_not_finite_changes_no_other() -> None:
+    """The first, which rows of a product that do not exist are made of."""
+    case = Case("forked")
+    case.wanted()
+    clean = case.got()
+    case.q_gate[0] = torch.nan
+    broken = case.got()
+    assert torch.isnan(broken[0]).all()
+    assert torch.equal(broken[1:], clean[1:])
+
+
+def test_only_what_it_was_written_for() -> None:
+    case = Case("alone")
+    given = case.q_gate, case.pages[0], case.shape
+    assert supports(*given, 0)
+    assert not supports(*given, 32)
+    assert not supports(case.q_gate.float(), *given[1:], 0)
+    assert not supports(*given[:2], AttentionShape(6, 2, 64, 1e-6), 0)
+    assert not supports(*given[:2], AttentionShape(10, 2, 256, 1e-6), 0)
+    rows = case.q_gate.new_empty(8, case.q_gate.stride(0) + 1)
+    assert not supports(rows[:, :-1], *given[1:], 0)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("only_reads", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_launches(kind: str, only_reads: bool) -> None:
+    """Norms, rotation and pages in Triton, then the kernel."""
+    case = Case(kind, only_reads)
+    want = case.wanted()
+    for tile in (16, 32):
+        tables = case.tables(tile)
+        reads = tables.stream.read_rows if only_reads else None
+        pages = [apart(page) for page in case.pages]
+        for page in pages:
+            page[case.plan.write_pages.tolist()] = torch.nan
+        q_gate = case.q_gate if reads is None else case.q_gate[: len(reads)]
+        got = attention(
+            q_gate, case.k_v, *case.norms, *case.turns, reads, *pages, case.shape, tables.stream,
+            hopper=True,
+        )  # fmt: skip
+        assert error(got[: len(want)], want) < 2e-2

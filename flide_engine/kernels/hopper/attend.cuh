@@ -45,7 +45,7 @@ __device__ inline void mask(float (&s)[8][4], const Softmax& rows, const Step& s
         if (step.node == ANY) {
             upto = node == NOBODY ? 0 : KEYS;
         } else if (step.node == node) {
-            upto = ahead < step.real ? ahead : step.real;
+            upto = ahead;
         }
         upto -= 2 * h;
         const int from = ahead - WINDOW - 2 * h;

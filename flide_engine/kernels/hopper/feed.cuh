@@ -77,16 +77,11 @@ __device__ inline void copy_queries(Attending& own, const u16* q, int query, int
     }
 }
 
-/// Of a query: node and position. By the lanes of one warp.
-__device__ inline void describe(Asked* asked, const Lists& lists, int query, int lane) {
-    if (lane >= TILE) return;
-    Asked found{query, NOBODY, 0};
-    if (query >= 0) {
-        const int row = lists.rows == nullptr ? query : lists.rows[query];
-        found.node = lists.row_nodes[row];
-        found.time = lists.starts[found.node] + row - lists.cu_seqlens[found.node];
-    }
-    asked[lane] = found;
+/// A lane's query.
+__device__ inline Asked described(const Lists& lists, int query) {
+    if (query < 0) return Asked{query, NOBODY, 0};
+    const int row = lists.rows == nullptr ? query : lists.rows[query];
+    return Asked{query, lists.row_nodes[row], lists.positions[row]};
 }
 
 /// A row of the tile for each of a warp's first 16 lanes.
@@ -154,17 +149,17 @@ __device__ inline void feed(Attending& own, const Lists& lists, const Sources& f
                     uint4* tile = filling.take();
                     if (kind == 0 && warp == 0 && lane == 0) {
                         own.steps[filling.slot] =
-                            Step{open ? ANY : node, (pasts + t) * KEYS,
-                                 open ? KEYS : high - low + tail - t * KEYS, !open || WINDOW > 0,
+                            Step{open ? ANY : node, (pasts + t) * KEYS, !open || WINDOW > 0,
                                  node == last && t + 1 == steps};
                     }
                     const u16* all = t < 0 ? (kind == 0 ? from.keys : from.values)
                                            : (kind == 0 ? from.k : from.v);
                     copy_rows(tile, all + offset, place, warp, lane);
                     if (begins) {
+                        const Asked asked = described(lists, warp == 0 ? query : -1);
                         filling.wait(&own.asked_over, turn ^ 1);
                         copy_queries(own, from.q, query, task % KV_HEADS, warp, lane);
-                        if (warp == 0) describe(own.asked[turn], lists, query, lane);
+                        if (warp == 0 && lane < TILE) own.asked[turn][lane] = asked;
                         begins = false;
                     }
                     filling.next();

@@ -22,10 +22,10 @@ constexpr float LOG2_E = 1.4426950408889634f;
 static_assert(GROUP <= 4 && TILE <= LANES && GROUPS <= 2, "a product has no more than 128 rows");
 static_assert(WIDTH == 128 || WIDTH == 256, "a warp copies whole rows");
 
-/// 64 keys. node: whose rows see them, or ANY. at: chain position of the first. real: how many
-/// there are. masked: whether some query may not see all of them. last: of the tile.
+/// 64 keys. node: whose rows see them, or ANY. at: chain position of the first. masked: whether
+/// some query may not see all of them. last: of the tile.
 struct Step {
-    int node, at, real, masked, last;
+    int node, at, masked, last;
 };
 constexpr int ANY = -3, NOBODY = -2;
 
@@ -50,11 +50,11 @@ struct Sources {
     i64 page;
 };
 
-/// Work lists as `layout.tasks` writes them; queries, nodes, ends, pages: of a tile. rows: nullptr:
-/// queries are rows. count: of tiles.
+/// Work lists as `layout.tasks` writes them, and a plan's own; queries, nodes, ends, pages: of a
+/// tile. numbers: of pages. rows: nullptr: queries are rows. count: of tiles.
 struct Lists {
     const int *queries, *nodes, *ends, *pages;
-    const int *numbers, *chain_rows, *starts, *cu_seqlens, *row_nodes, *rows, *count;
+    const int *numbers, *chain_rows, *starts, *cu_seqlens, *row_nodes, *positions, *rows, *count;
 };
 
 /// Eight columns of a tile.
