@@ -228,6 +228,7 @@ KERNELS: dict[str, Callable[[Arguments, Round], Cost]] = {
     "_swiglu_kernel": swiglu,
     "_project_kernel": project_kernel,
     "attention_kernel": attention_kernel,
+    "attend": attention_kernel,
     "conv_kernel": conv_kernel,
     "prep_kernel": prep_kernel,
     "state_kernel": state_kernel,

@@ -2,10 +2,10 @@
 
 The calls of one forward pass are recorded (`benchmarks.kernels`), so weights and activations are
 those of every layer in turn. Each distinct product is run by cuBLAS and by `invariant_matmul` in
-tiles of several shapes, the delta net for Hopper and in Triton's tunings; each way of running
-them is one graph, and the graphs take turns. `bits` says whether all results were those of the
-first way. What wins is written into the kernels' modules by hand, and the rows into
-benchmarks/results/tuning.json, so that it can be told later why.
+tiles of several shapes, the delta net for Hopper and in Triton's tunings, attention in Triton and
+for Hopper; each way of running them is one graph, and the graphs take turns. `bits` says whether
+all results were those of the first way. What wins is written into the kernels' modules by hand, and
+the rows into benchmarks/results/tuning.json, so that it can be told later why.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from benchmarks.kernels import Calls, recorded, timed
 from benchmarks.results_file import RESULTS, Row, stamp, write
 from benchmarks.shapes import SHAPES, WORKLOADS
 from benchmarks.weights import weights_folder
+from flide_engine.kernels.attention import attention
 from flide_engine.kernels.delta_net import LARGE, SMALL, delta_net
 from flide_engine.kernels.delta_net_hopper import delta_net_hopper
 from flide_engine.kernels.invariant_matmul import MatmulTuning, invariant_matmul
@@ -66,6 +67,12 @@ DELTA_NETS: Ways = {
 }
 """CUDA C++ for Hopper, and the tunings of the Triton kernels."""
 
+ATTENTIONS: Ways = {
+    "triton": partial(attention, hopper=False),
+    "hopper": partial(attention, hopper=True),
+}
+"""The second launch in Triton, and in CUDA C++; where that does not run, the same twice."""
+
 
 def compared(calls: Calls, ways: Ways, passes: int) -> list[Row]:
     """Microseconds a call of each way of running the same calls, medians, in turn; the engine's
@@ -99,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--works", nargs="*", default=["race1"], choices=WORKLOADS)
-    parser.add_argument("--ops", nargs="*", default=["linear", "delta_net"])
+    parser.add_argument("--ops", nargs="*", default=["linear", "delta_net", "attention"])
     parser.add_argument("--passes", type=int, default=9)
     parser.add_argument("--pool-gib", type=float, default=8)
     parser.add_argument("--weights", type=Path, help="folder for weights")
@@ -108,7 +115,7 @@ def main() -> None:
     folder = str(weights_folder(args.shape, args.weights))
     ours = start(args.shape, "default", folder, {"dtype": "bfloat16"}, args.pool_gib)
     processors = torch.cuda.get_device_properties(ours.device).multi_processor_count
-    ways = {"linear": products(processors), "delta_net": DELTA_NETS}
+    ways = {"linear": products(processors), "delta_net": DELTA_NETS, "attention": ATTENTIONS}
     rows: list[Row] = []
     for work in args.works:
         every, _ = recorded(ours, work, ours.device)

@@ -132,7 +132,11 @@ def stack_of(
         parts += ["reference kernels"]
     else:
         parts += [f"triton {_version('triton')}"]
-        parts += ["delta net for sm_90a"] if has_hopper(device) else []
+        if has_hopper(device):
+            from flide_engine.kernels import attention
+
+            parts += ["delta net for sm_90a"]
+            parts += ["attention for sm_90a"] if attention.HOPPER else []
         parts += ["not deterministic" if deterministic is False else "deterministic"]
     return ", ".join(parts)
 

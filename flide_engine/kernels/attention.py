@@ -1,7 +1,7 @@
 """Gated fork attention in Triton: `attention_ref` in two launches.
 
 1. norms and rotation of queries and keys, keys and values also into the pages of whole grains.
-2. attention of tiles of queries, see `fork_attention.py`.
+2. attention of tiles of queries, see `fork_attention.py`; or `attention_hopper.py`, where HOPPER.
 """
 
 import torch
@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flide_engine.kernels.attention_hopper import attend_hopper, supports
 from flide_engine.kernels.attention_ref import AttentionShape
 from flide_engine.kernels.fork_attention import LOG2_E, attention_kernel
+from flide_engine.kernels.hopper.program import has_hopper
 from flide_engine.kernels.stream import (
     PARTS,
     READ_PARTS,
@@ -21,6 +23,12 @@ from flide_engine.kernels.stream import (
 )
 
 ZEROS = 1024
+
+HOPPER = False
+"""Whether the second launch is CUDA C++ where the card and the model allow it. Written, not
+measured on a card: `python -m benchmarks.tuning 0.8B --ops attention` does. Bits differ from
+Triton's, so it is one value for every round and replica.
+"""
 
 
 @triton.jit
@@ -114,8 +122,12 @@ def attention(
     programs: int = 132,
     warps: int | None = None,
     stages: int = 2,
+    hopper: bool | None = None,
 ) -> Tensor:
-    """`attention_ref` in Triton. Needs `stream.tasks`; `rows`: None or `stream.read_rows`."""
+    """`attention_ref` on a GPU. Needs `stream.tasks`; `rows`: None or `stream.read_rows`.
+
+    hopper: as HOPPER, which is what None says.
+    """
     tasks = stream.tasks
     assert tasks is not None, "the GPU kernels need the stream's work lists"
     nh, nkv, hd = shape.heads, shape.kv_heads, shape.head_dim
@@ -144,6 +156,10 @@ def attention(
         GATHER=not every, PROGRESS=len(progress), BLOCK=ZEROS, count_at=WRITTEN_PAGES, num_warps=4,
     )  # fmt: skip
     out = torch.empty_like(q).flatten(1)
+    wanted = (HOPPER if hopper is None else hopper) and has_hopper(q.device)
+    if wanted and supports(q_gate, keys, shape, tasks.split):
+        attend_hopper(q, q_gate, k, v, rows, keys, values, out, shape, stream)
+        return out
     counted = (TILES if every else READ_TILES, PARTS if every else READ_PARTS)
     warps = warps or (8 if tile * block > 64 else 4)
     attention_kernel[(programs,)](

@@ -5,7 +5,6 @@ other kernels cannot read it.
 """
 
 import ctypes
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flide_engine.kernels.delta_net_ref import DeltaNetShape, DeltaNetWeights
-from flide_engine.kernels.hopper.program import Launch, compiled
+from flide_engine.kernels.hopper.program import Launch, compiled, processors_of
 from flide_engine.kernels.stream import StreamTensors
 
 CHUNK, DIM = 64, 128
@@ -87,11 +86,6 @@ def macros(shape: DeltaNetShape, bias: torch.dtype) -> tuple[tuple[str, str | in
     return *heads, *sizes
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def delta_net_hopper(
     projected: Tensor,
     weights: DeltaNetWeights,
@@ -114,7 +108,7 @@ def delta_net_hopper(
     assert conv_state.stride(0) % 8 == 0, "slots' rows are copied 16 bytes at a time"
     if kernels is None:
         kernels = compiled("delta_net.cu", macros(shape, weights.dt_bias.dtype))
-    processors = processors or _processors(projected.device)
+    processors = processors or processors_of(projected.device)
     hv, count, new = shape.value_heads, len(tasks.chunk_rows), projected.new_empty
     operands = new(4, count, hv, CHUNK * DIM)
     scores = new(count, hv, CHUNK * CHUNK)

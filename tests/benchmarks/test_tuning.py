@@ -9,7 +9,15 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from benchmarks.kernels import Calls
-from benchmarks.tuning import DELTA_NETS, SHARED_BYTES, TILES, compared, products, shared_bytes
+from benchmarks.tuning import (
+    ATTENTIONS,
+    DELTA_NETS,
+    SHARED_BYTES,
+    TILES,
+    compared,
+    products,
+    shared_bytes,
+)
 
 
 def test_ways_have_room_and_names_of_their_own() -> None:
@@ -24,6 +32,10 @@ def test_ways_have_room_and_names_of_their_own() -> None:
         132, 264, 396,
     }  # fmt: skip
     assert {"hopper", "small", "large"} == set(DELTA_NETS)
+    assert {name: way.keywords for name, way in ATTENTIONS.items()} == {  # type: ignore[attr-defined]
+        "triton": {"hopper": False},
+        "hopper": {"hopper": True},
+    }
 
 
 def test_ways_run_the_same_calls_and_bits_are_compared() -> None:

@@ -16,16 +16,21 @@ COMPILER = shutil.which("g++")
 
 
 @functools.cache
-def emulated(defined: tuple[tuple[str, str | int], ...]) -> Mapping[str, Launch]:
-    """The launches of delta_net.cu. defined: macros, by name."""
+def emulated(
+    source: str, kernels: tuple[str, ...], defined: tuple[tuple[str, str | int], ...]
+) -> Mapping[str, Launch]:
+    """The launches of a source file. kernels: their names; defined: macros, by name."""
     assert COMPILER is not None
     sources = sorted([*FOLDER.glob("*.cu*"), HERE / "emulator.h", HERE / "emulated.cpp"])
-    digest = hashlib.sha256(repr(defined).encode() + b"".join(p.read_bytes() for p in sources))
+    digest = hashlib.sha256(
+        repr((source, kernels, defined)).encode() + b"".join(p.read_bytes() for p in sources)
+    )
     library = Path(tempfile.gettempdir()) / f"flide-emulated-{digest.hexdigest()[:16]}.so"
     if not library.exists():
         made = library.with_suffix(f".{id(digest)}")
         flags = ["-std=c++17", "-O2", "-shared", "-fPIC", f"-I{HERE}", f"-I{FOLDER}"]
         macros = [f"-D{name}={value}" for name, value in defined]
+        macros += [f'-DSOURCE="{source}"', f"-DENTRIES={' '.join(f'ENTRY({k})' for k in kernels)}"]
         subprocess.run([COMPILER, *flags, *macros, "-o", made, HERE / "emulated.cpp"], check=True)
         made.replace(library)
     emulate = ctypes.CDLL(str(library)).emulate
@@ -39,4 +44,4 @@ def emulated(defined: tuple[tuple[str, str | int], ...]) -> Mapping[str, Launch]
 
         return run
 
-    return {name: launch(name) for name in ("prepare", "chain", "outputs")}
+    return {name: launch(name) for name in kernels}

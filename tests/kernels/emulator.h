@@ -38,10 +38,15 @@ inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
 namespace emulated {
+struct Copy {
+    void* to;
+    const void* from;
+};
 struct Fiber {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
     bool ended;
+    std::vector<std::vector<Copy>> copies;  // begun, by group; the last is not closed yet
 };
 struct Warp {
     u64 slots[2][32][8];  // two operations' operands: none overtakes another by two
@@ -135,6 +140,7 @@ inline void emulated::launch(int blocks, int threads, size_t bytes, std::functio
             fiber.context.uc_link = nullptr;
             makecontext(&fiber.context, run_fiber, 0);
             fiber.ended = false;
+            fiber.copies.assign(1, {});
         }
         while (ended < threads) {
             for (current = 0; current < threads; current++) {
@@ -155,6 +161,9 @@ inline u32 tf32(float x) { return emulated::bits(x) >> 13 << 13; }
 inline float exp2_of(float x) { return std::exp2(x); }
 inline float log_of(float x) { return std::log2(x); }
 inline float rsqrt_of(float x) { return 1.0f / std::sqrt(x); }
+inline float fused(float a, float b, float c) { return std::fma(a, b, c); }
+inline float greater(float a, float b) { return std::fmax(a, b); }
+inline bool known(float) { return true; }
 inline float reciprocal(float x) { return 1.0f / x; }
 
 inline void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -214,6 +223,10 @@ inline float from_lane(float x, const std::function<int(int)>& source) {
 inline float shuffle_xor(float x, int mask) {
     return from_lane(x, [=](int t) { return t ^ mask; });
 }
+inline u32 shuffle_xor(u32 x, int mask) {
+    const u64 mine[1] = {x};
+    return static_cast<u32>(emulated::together(mine, 1)[emulated::current % 32 ^ mask][0]);
+}
 inline float shuffle_up(float x, int by) {
     return from_lane(x, [=](int t) { return t - by; });
 }
@@ -225,6 +238,13 @@ inline int shuffle(int x, int lane) {
     return static_cast<int>(emulated::together(mine, 1)[lane][0]);
 }
 inline int first_lane(int x) { return shuffle(x, 0); }
+inline bool any_lane(bool x) {
+    const u64 mine[1] = {x};
+    const auto all = emulated::together(mine, 1);
+    bool any = false;
+    for (int t = 0; t < 32; t++) any |= all[t][0] != 0;
+    return any;
+}
 inline void sync_warp() {
     const u64 nothing[1] = {0};
     emulated::together(nothing, 1);
@@ -263,19 +283,49 @@ inline void barrier_expect(u64* at, u32 bytes) {
 inline void barrier_wait(u64* at, u32 parity) {
     while (emulated::barrier(at).phase == parity) emulated::yield();
 }
+inline bool barrier_ready(u64* at, u32 parity) { return emulated::barrier(at).phase != parity; }
 inline int fresh(int x) { return x; }
 inline void pause() { emulated::yield(); }
-inline void copy_16(void* shared, const void* global) { memcpy(shared, global, 16); }
-inline void copies_done() {}
+
+namespace emulated {
+/// Ends all groups of copies but so many: as late as a card may.
+inline void end_copies(size_t most) {
+    auto& groups = fibers[current].copies;
+    while (groups.size() > most + 1) {
+        for (const Copy& copy : groups.front()) memcpy(copy.to, copy.from, 16);
+        groups.erase(groups.begin());
+    }
+}
+}  // namespace emulated
+inline void copy_16(void* shared, const void* global) {
+    emulated::fibers[emulated::current].copies.back().push_back({shared, global});
+}
+inline void copies_grouped() { emulated::fibers[emulated::current].copies.emplace_back(); }
+template <int MOST>
+inline void copies_but() {
+    emulated::end_copies(MOST);
+}
+inline void copies_done() {
+    copies_grouped();
+    emulated::end_copies(0);
+}
+inline void before_products() {}
+template <int COUNT>
+inline void fewer_registers() {}
+template <int COUNT>
+inline void more_registers() {}
 inline void copy_out(void* global, const void* shared, u32 bytes) { memcpy(global, shared, bytes); }
 inline void copied_out() {}
 inline void written_out() {}
 inline void products_begin() {}
 inline void products_issued() {}
 inline void products_end() {}
+inline void products_end_but_last() {}
 
 template <int N>
 inline void settle(float (&)[N][4]) {}
+template <int N>
+inline void settle(uint4 (&)[N]) {}
 inline u32 operand(const void* shared) {
     return static_cast<u32>((static_cast<const unsigned char*>(shared) - emulated::shared.data()) /
                             16);
@@ -308,6 +358,30 @@ template <bool ADDS>
 inline void warpgroup_mma_64(float (&c)[8][4], const uint4& a, u32 tile, int step) {
     if (!ADDS) memset(c, 0, sizeof(c));
     warp_rows(c, a, [&](int k, int n) { return tile_element(tile, n, step * 16 + k); });
+}
+template <bool ADDS>
+inline void warpgroup_mma_64(float (&c)[8][4], u32 rows, u32 tile, int step) {
+    const int g = emulated::current % 32 / 4, h = emulated::current % 4;
+    if (!ADDS) memset(c, 0, sizeof(c));
+    float left[2][16];
+    for (int k = 0; k < 16; k++) {
+        for (int half = 0; half < 2; half++) {
+            const int row = emulated::current / 32 % 4 * 16 + half * 8 + g;
+            left[half][k] = tile_element(rows, row, step * 16 + k);
+        }
+    }
+    for (int n = 0; n < 16; n++) {
+        const int column = n / 2 * 8 + 2 * h + n % 2;
+        for (int k = 0; k < 16; k++) {
+            const float right = tile_element(tile, column, step * 16 + k);
+            c[n / 2][n % 2] += left[0][k] * right;
+            c[n / 2][2 + n % 2] += left[1][k] * right;
+        }
+    }
+    sync_warp();
+}
+inline void warpgroup_mma_256(float (&c)[32][4], const uint4& a, u32 tile, int step) {
+    warp_rows(c, a, [&](int k, int n) { return tile_element(tile, step * 16 + k, n); });
 }
 inline void warpgroup_mma_128(float (&c)[16][4], const uint4& a, u32 tile, int step) {
     warp_rows(c, a, [&](int k, int n) { return tile_element(tile, step * 16 + k, n); });

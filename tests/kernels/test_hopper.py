@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from flide_engine.executor import to_device
-from flide_engine.kernels.delta_net_hopper import delta_net_hopper, macros, supports
+from flide_engine.kernels.delta_net_hopper import KERNELS, delta_net_hopper, macros, supports
 from flide_engine.kernels.delta_net_ref import DeltaNetShape, DeltaNetWeights, delta_net_ref
 from flide_engine.kernels.hopper.program import FOLDER, Launch, has_hopper
 from flide_engine.layout.plan import RoundPlan
@@ -63,7 +63,10 @@ class Case:
 
     def kernels(self) -> Mapping[str, Launch] | None:
         """Those of the GPU, or emulated."""
-        return None if ON_GPU else emulated(macros(self.shape, self.weights.dt_bias.dtype))
+        if ON_GPU:
+            return None
+        given = macros(self.shape, self.weights.dt_bias.dtype)
+        return emulated("delta_net.cu", tuple(KERNELS), given)
 
     def wanted(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Outputs, states and convolution rows by the reference."""

@@ -1,4 +1,4 @@
-// Hopper instructions by name: what delta_net.cu asks of a GPU, and nothing else.
+// Hopper instructions by name: what delta_net.cu and attention.cu ask of a GPU, and nothing else.
 //
 // A warp's lane t holds, with g = t / 4 and h = t % 4, of m16n8k16 and m16n8k8 products
 // (PTX ISA, "Matrix Fragments for mma.m16n8k16" and "mma.m16n8k8"):
@@ -51,6 +51,15 @@ __device__ inline float rsqrt_of(float x) {
     return made;
 }
 
+/// a b + c, rounded once.
+__device__ inline float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+
+/// The greater; of a number and NaN, the number.
+__device__ inline float greater(float a, float b) { return fmaxf(a, b); }
+
+/// True of all that arithmetic yields: what depends on it comes after x.
+__device__ inline bool known(float x) { return __float_as_uint(x) != 0xffffffffu; }
+
 /// 1 / x, 0 of infinity.
 __device__ inline float reciprocal(float x) {
     float made;
@@ -99,6 +108,8 @@ __device__ inline float shuffle_xor(float x, int mask) {
     return __shfl_xor_sync(0xffffffffu, x, mask);
 }
 
+__device__ inline u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+
 __device__ inline float shuffle_up(float x, int by) { return __shfl_up_sync(0xffffffffu, x, by); }
 
 __device__ inline float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
@@ -106,6 +117,8 @@ __device__ inline float shuffle(float x, int lane) { return __shfl_sync(0xffffff
 __device__ inline int shuffle(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
 __device__ inline int first_lane(int x) { return shuffle(x, 0); }
+
+__device__ inline bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 
 __device__ inline void sync_warp() { __syncwarp(); }
 
@@ -166,6 +179,19 @@ __device__ inline void barrier_wait(u64* barrier, u32 parity) {
         : "memory");
 }
 
+/// Whether barrier_wait would return at once.
+__device__ inline bool barrier_ready(u64* barrier, u32 parity) {
+    u32 ready;
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n}"
+        : "=r"(ready)
+        : "r"(address_of(barrier)), "r"(parity)
+        : "memory");
+    return ready != 0;
+}
+
 /// x, of which nothing is computed before: what a loop needs anew costs less than keeping it in
 /// memory.
 __device__ inline int fresh(int x) {
@@ -184,6 +210,32 @@ __device__ inline void copy_16(void* shared, const void* global) {
 }
 
 __device__ inline void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+/// What this thread has begun to copy since the last of these is one group.
+__device__ inline void copies_grouped() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/// Until no more than so many groups are under way, the latest.
+template <int MOST>
+__device__ inline void copies_but() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(MOST) : "memory");
+}
+
+/// Between what a thread has copied into shared memory and products of operands there; then those
+/// who multiply are told.
+__device__ inline void before_products() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/// A warpgroup's registers a thread: fewer than the launch gave, or more, once others have given
+/// theirs.
+template <int COUNT>
+__device__ inline void fewer_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ inline void more_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
 
 /// Begins to write so many bytes, a multiple of 16, that before_copies has shown.
 __device__ inline void copy_out(void* global, const void* shared, u32 bytes) {
@@ -219,6 +271,11 @@ __device__ inline void products_end() {
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 
+/// Until only the products issued last are under way.
+__device__ inline void products_end_but_last() {
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+}
+
 #define SUM4(c, n) "+f"((c)[n][0]), "+f"((c)[n][1]), "+f"((c)[n][2]), "+f"((c)[n][3])
 
 /// Has these computed before what follows, however little it needs them.
@@ -226,6 +283,13 @@ template <int N>
 __device__ inline void settle(float (&c)[N][4]) {
 #pragma unroll
     for (int n = 0; n < N; n++) asm volatile("" : SUM4(c, n));
+}
+
+template <int N>
+__device__ inline void settle(uint4 (&a)[N]) {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+        asm volatile("" : "+r"(a[n].x), "+r"(a[n].y), "+r"(a[n].z), "+r"(a[n].w));
 }
 
 /// c (+)= a b [64, 64] of a warpgroup. b: 16 columns, from 16 `step` on, of a tile's 64 rows;
@@ -244,6 +308,22 @@ __device__ inline void warpgroup_mma_64(float (&c)[8][4], const uint4& a, u32 ti
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(low), "r"(OPERAND_ROWS), "n"(ADDS));
 }
 
+/// The same of rows of a tile in shared memory. a: 64 rows, of which it takes the same 16 columns.
+template <bool ADDS>
+__device__ inline void warpgroup_mma_64(float (&c)[8][4], u32 rows, u32 tile, int step) {
+    const u32 inside = (step / 4 * 8192 + step % 4 * 32) / 16;
+    asm volatile(
+        "{\n.reg .pred adds;\n.reg .b64 a, b;\nsetp.ne.b32 adds, %35, 0;\n"
+        "mov.b64 a, {%32, %34};\nmov.b64 b, {%33, %34};\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,"
+        "%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+        "}, a, b, adds, 1, 1, 0, 0;\n}"
+        : SUM4(c, 0), SUM4(c, 1), SUM4(c, 2), SUM4(c, 3), SUM4(c, 4), SUM4(c, 5), SUM4(c, 6),
+          SUM4(c, 7)
+        : "r"(rows + inside), "r"(tile + inside), "r"(OPERAND_ROWS), "n"(ADDS));
+}
+
 /// c += a b [64, 128] of a warpgroup. b: 16 rows of a tile, from 16 `step` on.
 __device__ inline void warpgroup_mma_128(float (&c)[16][4], const uint4& a, u32 tile, int step) {
     // its halves of 64 columns lie 8 KiB apart
@@ -260,6 +340,29 @@ __device__ inline void warpgroup_mma_128(float (&c)[16][4], const uint4& a, u32 
         : SUM4(c, 0), SUM4(c, 1), SUM4(c, 2), SUM4(c, 3), SUM4(c, 4), SUM4(c, 5), SUM4(c, 6),
           SUM4(c, 7), SUM4(c, 8), SUM4(c, 9), SUM4(c, 10), SUM4(c, 11), SUM4(c, 12), SUM4(c, 13),
           SUM4(c, 14), SUM4(c, 15)
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(low), "r"(OPERAND_ROWS));
+}
+
+/// The same of 256 columns.
+__device__ inline void warpgroup_mma_256(float (&c)[32][4], const uint4& a, u32 tile, int step) {
+    const u32 low = tile + step * (2048 / 16) + (8192u >> 4 << 16);
+    asm volatile(
+        "{\n.reg .b64 b;\nmov.b64 b, {%132, %133};\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,"
+        "%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,"
+        "%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,"
+        "%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
+        "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,"
+        "%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,"
+        "%118,%119,"
+        "%120,%121,%122,%123,%124,%125,%126,%127"
+        "}, {%128,%129,%130,%131}, b, 1, 1, 1, 1;\n}"
+        : SUM4(c, 0), SUM4(c, 1), SUM4(c, 2), SUM4(c, 3), SUM4(c, 4), SUM4(c, 5), SUM4(c, 6),
+          SUM4(c, 7), SUM4(c, 8), SUM4(c, 9), SUM4(c, 10), SUM4(c, 11), SUM4(c, 12), SUM4(c, 13),
+          SUM4(c, 14), SUM4(c, 15), SUM4(c, 16), SUM4(c, 17), SUM4(c, 18), SUM4(c, 19), SUM4(c, 20),
+          SUM4(c, 21), SUM4(c, 22), SUM4(c, 23), SUM4(c, 24), SUM4(c, 25), SUM4(c, 26), SUM4(c, 27),
+          SUM4(c, 28), SUM4(c, 29), SUM4(c, 30), SUM4(c, 31)
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(low), "r"(OPERAND_ROWS));
 }
 

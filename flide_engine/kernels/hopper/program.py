@@ -38,6 +38,12 @@ def has_hopper(device: torch.device) -> bool:
         return False
 
 
+@functools.cache
+def processors_of(device: torch.device) -> int:
+    """How many multiprocessors a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def pointers_to(arguments: Sequence[Argument]) -> Any:
     """`void**` of a launch."""
     return (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
