@@ -131,11 +131,12 @@ def stack_of(
     if kernels is REFERENCE:
         parts += ["reference kernels"]
     else:
-        from flide_engine.kernels import attention
-
         parts += [f"triton {_version('triton')}"]
-        parts += ["delta net for sm_90a"] if has_hopper(device) else []
-        parts += ["attention for sm_90a"] if attention.HOPPER and has_hopper(device) else []
+        if has_hopper(device):
+            from flide_engine.kernels import attention
+
+            parts += ["delta net for sm_90a"]
+            parts += ["attention for sm_90a"] if attention.HOPPER else []
         parts += ["not deterministic" if deterministic is False else "deterministic"]
     return ", ".join(parts)
 

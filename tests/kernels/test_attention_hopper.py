@@ -30,8 +30,8 @@ pytestmark = (
     else [pytest.mark.skipif(COMPILER is None, reason="needs a Hopper GPU, or g++")]
 )
 BFLOAT16 = torch.bfloat16
-RELATIVE_ERROR = 6e-3
-"""Of bfloat16 operands."""
+RELATIVE_ERROR = 4e-3
+"""Of bfloat16 operands; emulated it is 1e-3."""
 
 
 class Case:
