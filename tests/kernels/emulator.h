@@ -157,6 +157,7 @@ inline float log_of(float x) { return std::log2(x); }
 inline float rsqrt_of(float x) { return 1.0f / std::sqrt(x); }
 inline float fused(float a, float b, float c) { return std::fma(a, b, c); }
 inline float greater(float a, float b) { return std::fmax(a, b); }
+inline bool known(float) { return true; }
 inline float reciprocal(float x) { return 1.0f / x; }
 
 inline void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -231,6 +232,13 @@ inline int shuffle(int x, int lane) {
     return static_cast<int>(emulated::together(mine, 1)[lane][0]);
 }
 inline int first_lane(int x) { return shuffle(x, 0); }
+inline bool any_lane(bool x) {
+    const u64 mine[1] = {x};
+    const auto all = emulated::together(mine, 1);
+    bool any = false;
+    for (int t = 0; t < 32; t++) any |= all[t][0] != 0;
+    return any;
+}
 inline void sync_warp() {
     const u64 nothing[1] = {0};
     emulated::together(nothing, 1);

@@ -165,8 +165,9 @@ struct Reading {
     }
 };
 
-/// The weights of a lane's rows shrink what was added up before.
+/// What was added up before shrinks, if in any row of the warp's it does: 1 changes no bit.
 __device__ inline void shrink(float (&o)[WIDTH / 8][4], const Softmax& rows) {
+    if (!any_lane(rows.shrink[0] != 1.0f || rows.shrink[1] != 1.0f)) return;
 #pragma unroll
     for (int n = 0; n < WIDTH / 8; n++) {
 #pragma unroll
@@ -225,9 +226,12 @@ __device__ inline void add_up(float (&o)[WIDTH / 8][4], Softmax& rows, Attending
         products_issued();
         products_end_but_last();
         settle(s);
-        reading.release(&own.empty[reading.next()]);
-        if (step.last) reading.release(&own.asked_over);
         weigh(s, rows, step, scale, h);
+        if (known(rows.total[0]) && known(rows.total[1])) {
+            reading.release(&own.empty[reading.slot]);
+            if (step.last) reading.release(&own.asked_over);
+        }
+        reading.next();
         products_end();
         settle(o);
         settle(s);

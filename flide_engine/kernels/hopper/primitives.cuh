@@ -57,6 +57,9 @@ __device__ inline float fused(float a, float b, float c) { return __fmaf_rn(a, b
 /// The greater; of a number and NaN, the number.
 __device__ inline float greater(float a, float b) { return fmaxf(a, b); }
 
+/// True of all that arithmetic yields: what depends on it comes after x.
+__device__ inline bool known(float x) { return __float_as_uint(x) != 0xffffffffu; }
+
 /// 1 / x, 0 of infinity.
 __device__ inline float reciprocal(float x) {
     float made;
@@ -114,6 +117,8 @@ __device__ inline float shuffle(float x, int lane) { return __shfl_sync(0xffffff
 __device__ inline int shuffle(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
 __device__ inline int first_lane(int x) { return shuffle(x, 0); }
+
+__device__ inline bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 
 __device__ inline void sync_warp() { __syncwarp(); }
 
