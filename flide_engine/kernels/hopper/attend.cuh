@@ -227,6 +227,7 @@ __device__ inline void add_up(float (&o)[WIDTH / 8][4], Softmax& rows, Attending
         products_end_but_last();
         settle(s);
         weigh(s, rows, step, scale, h);
+        // in this order, which compilers change: else nobody computes while values are added
         if (known(rows.total[0]) && known(rows.total[1])) {
             reading.release(&own.empty[reading.slot]);
             if (step.last) reading.release(&own.asked_over);
