@@ -38,10 +38,15 @@ inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
 namespace emulated {
+struct Copy {
+    void* to;
+    const void* from;
+};
 struct Fiber {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
     bool ended;
+    std::vector<std::vector<Copy>> copies;  // begun, by group; the last is not closed yet
 };
 struct Warp {
     u64 slots[2][32][8];  // two operations' operands: none overtakes another by two
@@ -135,6 +140,7 @@ inline void emulated::launch(int blocks, int threads, size_t bytes, std::functio
             fiber.context.uc_link = nullptr;
             makecontext(&fiber.context, run_fiber, 0);
             fiber.ended = false;
+            fiber.copies.assign(1, {});
         }
         while (ended < threads) {
             for (current = 0; current < threads; current++) {
@@ -280,11 +286,29 @@ inline void barrier_wait(u64* at, u32 parity) {
 inline bool barrier_ready(u64* at, u32 parity) { return emulated::barrier(at).phase != parity; }
 inline int fresh(int x) { return x; }
 inline void pause() { emulated::yield(); }
-inline void copy_16(void* shared, const void* global) { memcpy(shared, global, 16); }
-inline void copies_done() {}
-inline void copies_grouped() {}
+
+namespace emulated {
+/// Ends all groups of copies but so many: as late as a card may.
+inline void end_copies(size_t most) {
+    auto& groups = fibers[current].copies;
+    while (groups.size() > most + 1) {
+        for (const Copy& copy : groups.front()) memcpy(copy.to, copy.from, 16);
+        groups.erase(groups.begin());
+    }
+}
+}  // namespace emulated
+inline void copy_16(void* shared, const void* global) {
+    emulated::fibers[emulated::current].copies.back().push_back({shared, global});
+}
+inline void copies_grouped() { emulated::fibers[emulated::current].copies.emplace_back(); }
 template <int MOST>
-inline void copies_but() {}
+inline void copies_but() {
+    emulated::end_copies(MOST);
+}
+inline void copies_done() {
+    copies_grouped();
+    emulated::end_copies(0);
+}
 inline void before_products() {}
 template <int COUNT>
 inline void fewer_registers() {}
