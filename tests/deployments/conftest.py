@@ -11,12 +11,17 @@ from typing import Any
 import httpx
 import pytest
 import ray
+from ray._private import auto_init_hook
 from ray._raylet import Config
 from ray.serve.context import _get_global_client, _set_global_client
 
 from loadtest import local
 
 ROOT = Path(__file__).parents[2]
+
+# Nobody here asks Ray for a cluster without saying so; what a handle leaves behind would, between
+# one test's cluster and the next one's.
+auto_init_hook.enable_auto_connect = False
 
 
 @dataclass(frozen=True)

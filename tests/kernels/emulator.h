@@ -46,7 +46,9 @@ struct Fiber {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
     bool ended;
-    std::vector<std::vector<Copy>> copies;  // begun, by group; the last is not closed yet
+    // begun, by group; the last is not closed yet
+    std::vector<std::vector<Copy>> copies;
+    std::vector<std::vector<std::function<void()>>> products;
 };
 struct Warp {
     u64 slots[2][32][8];  // two operations' operands: none overtakes another by two
@@ -141,6 +143,7 @@ inline void emulated::launch(int blocks, int threads, size_t bytes, std::functio
             makecontext(&fiber.context, run_fiber, 0);
             fiber.ended = false;
             fiber.copies.assign(1, {});
+            fiber.products.assign(1, {});
         }
         while (ended < threads) {
             for (current = 0; current < threads; current++) {
@@ -317,10 +320,25 @@ inline void more_registers() {}
 inline void copy_out(void* global, const void* shared, u32 bytes) { memcpy(global, shared, bytes); }
 inline void copied_out() {}
 inline void written_out() {}
+
+namespace emulated {
+/// A product, which reads and writes once it has to have ended.
+inline void begin_product(std::function<void()> product) {
+    fibers[current].products.back().push_back(std::move(product));
+}
+inline void end_products(size_t most) {
+    const int mine = current;
+    while (fibers[mine].products.size() > most + 1) {
+        const auto group = std::move(fibers[mine].products.front());
+        fibers[mine].products.erase(fibers[mine].products.begin());
+        for (const auto& product : group) product();
+    }
+}
+}  // namespace emulated
 inline void products_begin() {}
-inline void products_issued() {}
-inline void products_end() {}
-inline void products_end_but_last() {}
+inline void products_issued() { emulated::fibers[emulated::current].products.emplace_back(); }
+inline void products_end() { emulated::end_products(0); }
+inline void products_end_but_last() { emulated::end_products(1); }
 
 template <int N>
 inline void settle(float (&)[N][4]) {}
@@ -354,15 +372,8 @@ inline void warp_rows(float (&c)[N][4], const uint4& a, const Right& right) {
     }
     sync_warp();  // nobody may overwrite before all have read
 }
-template <bool ADDS>
-inline void warpgroup_mma_64(float (&c)[8][4], const uint4& a, u32 tile, int step) {
-    if (!ADDS) memset(c, 0, sizeof(c));
-    warp_rows(c, a, [&](int k, int n) { return tile_element(tile, n, step * 16 + k); });
-}
-template <bool ADDS>
-inline void warpgroup_mma_64(float (&c)[8][4], u32 rows, u32 tile, int step) {
+inline void rows_of_tile(float (&c)[8][4], u32 rows, u32 tile, int step) {
     const int g = emulated::current % 32 / 4, h = emulated::current % 4;
-    if (!ADDS) memset(c, 0, sizeof(c));
     float left[2][16];
     for (int k = 0; k < 16; k++) {
         for (int half = 0; half < 2; half++) {
@@ -380,11 +391,31 @@ inline void warpgroup_mma_64(float (&c)[8][4], u32 rows, u32 tile, int step) {
     }
     sync_warp();
 }
-inline void warpgroup_mma_256(float (&c)[32][4], const uint4& a, u32 tile, int step) {
-    warp_rows(c, a, [&](int k, int n) { return tile_element(tile, step * 16 + k, n); });
+template <bool ADDS>
+inline void warpgroup_mma_64(float (&c)[8][4], const uint4& a, u32 tile, int step) {
+    emulated::begin_product([=, &c, &a] {
+        if (!ADDS) memset(c, 0, sizeof(c));
+        warp_rows(c, a, [&](int k, int n) { return tile_element(tile, n, step * 16 + k); });
+    });
+}
+template <bool ADDS>
+inline void warpgroup_mma_64(float (&c)[8][4], u32 rows, u32 tile, int step) {
+    emulated::begin_product([=, &c] {
+        if (!ADDS) memset(c, 0, sizeof(c));
+        rows_of_tile(c, rows, tile, step);
+    });
+}
+template <int N>
+inline void add_columns(float (&c)[N][4], const uint4& a, u32 tile, int step) {
+    emulated::begin_product([=, &c, &a] {
+        warp_rows(c, a, [&](int k, int n) { return tile_element(tile, step * 16 + k, n); });
+    });
 }
 inline void warpgroup_mma_128(float (&c)[16][4], const uint4& a, u32 tile, int step) {
-    warp_rows(c, a, [&](int k, int n) { return tile_element(tile, step * 16 + k, n); });
+    add_columns(c, a, tile, step);
+}
+inline void warpgroup_mma_256(float (&c)[32][4], const uint4& a, u32 tile, int step) {
+    add_columns(c, a, tile, step);
 }
 inline void copy_into(void* shared, const void* global, u32 bytes, u64* at) {
     memcpy(shared, global, bytes);
