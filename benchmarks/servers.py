@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.results_file import RESULTS
+from benchmarks.serving import ENVIRONMENT
 from benchmarks.shapes import SHAPES
 from loadtest.workloads import DATA
 
@@ -40,11 +41,7 @@ STARTING_S = 30
 ENDING_S = 20
 """For the report, and until the servers have ended."""
 
-HAPROXY = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-    "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(1 << 20),
-}
+HAPROXY = ENVIRONMENT["haproxy"] | {"RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(1 << 20)}
 
 
 @dataclass

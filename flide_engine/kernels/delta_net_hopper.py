@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flide_engine.kernels.delta_net_ref import DeltaNetShape, DeltaNetWeights
 from flide_engine.kernels.hopper.program import Launch, compiled, processors_of
-from flide_engine.kernels.stream import StreamTensors
+from flide_engine.kernels.stream import CHUNKS, RESUMED, SCANS, StreamTensors
 
 CHUNK, DIM = 64, 128
 PARTS = 2
@@ -82,8 +82,9 @@ BIASES = {torch.bfloat16: "u16", torch.float32: "float"}
 def macros(shape: DeltaNetShape, bias: torch.dtype) -> tuple[tuple[str, str | int], ...]:
     """What `delta_net.cu` has to be told."""
     heads = (("HK", shape.key_heads), ("HV", shape.value_heads), ("BIAS", BIASES[bias]))
+    places = (("CHUNK_COUNT", CHUNKS), ("RESUMED_COUNT", RESUMED), ("SCAN_COUNT", SCANS))
     sizes = ((f"{name.upper()}_BYTES", kernel.shared_bytes) for name, kernel in KERNELS.items())
-    return *heads, *sizes
+    return *heads, ("PARTS", PARTS), *places, *sizes
 
 
 def delta_net_hopper(

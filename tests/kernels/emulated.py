@@ -9,10 +9,26 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flide_engine.kernels.hopper.program import FOLDER, Argument, Launch, pointers_to
+import pytest
+import torch
+
+from flide_engine.kernels.hopper.program import (
+    FOLDER,
+    Argument,
+    Launch,
+    has_hopper,
+    pointers_to,
+)
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
+ON_GPU = has_hopper(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+MARKS = (
+    [pytest.mark.gpu]
+    if torch.cuda.is_available()
+    else [pytest.mark.skipif(COMPILER is None, reason="needs a Hopper GPU, or g++")]
+)
+"""Of tests that run on a GPU as it is, and emulated elsewhere."""
 
 
 @functools.cache

@@ -169,36 +169,33 @@ inline float greater(float a, float b) { return std::fmax(a, b); }
 inline bool known(float) { return true; }
 inline float reciprocal(float x) { return 1.0f / x; }
 
-inline void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+/// c += a b of a warp, [16, 8], from what its lanes hold; element: of a lane's operands (four of a,
+/// two of b), by lane, k and which.
+template <int DEPTH, typename Element>
+inline void warp_product(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, const Element& element) {
     const u64 mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
     const auto all = emulated::together(mine, 6);
     const int g = emulated::current % 32 / 4, h = emulated::current % 4;
     for (int e = 0; e < 4; e++) {
         float sum = c[e];
         const int row = g + e / 2 * 8, column = 2 * h + e % 2;
-        for (int k = 0; k < 16; k++) {
-            const u64 left = all[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2] >> k % 2 * 16;
-            const u64 right = all[column * 4 + k % 8 / 2][4 + k / 8] >> k % 2 * 16;
-            sum += emulated::bf16(left) * emulated::bf16(right);
+        for (int k = 0; k < DEPTH; k++) {
+            sum += element(all, row % 8, k, row / 8, 2) * element(all, column, k, 4, 1);
         }
         c[e] = sum;
     }
 }
 
+inline void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    warp_product<16>(c, a, b0, b1, [](auto all, int line, int k, int first, int apart) {
+        return emulated::bf16(all[line * 4 + k % 8 / 2][first + k / 8 * apart] >> k % 2 * 16);
+    });
+}
+
 inline void mma_tf32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    const u64 mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
-    const auto all = emulated::together(mine, 6);
-    const int g = emulated::current % 32 / 4, h = emulated::current % 4;
-    for (int e = 0; e < 4; e++) {
-        float sum = c[e];
-        const int row = g + e / 2 * 8, column = 2 * h + e % 2;
-        for (int k = 0; k < 8; k++) {
-            const u64 left = all[row % 8 * 4 + k % 4][row / 8 + k / 4 * 2];
-            const u64 right = all[column * 4 + k % 4][4 + k / 4];
-            sum += emulated::f32(left) * emulated::f32(right);
-        }
-        c[e] = sum;
-    }
+    warp_product<8>(c, a, b0, b1, [](auto all, int line, int k, int first, int apart) {
+        return emulated::f32(all[line * 4 + k % 4][first + k / 4 * apart]);
+    });
 }
 
 inline void load_matrices(u32 (&r)[4], const void* row, bool transposed) {

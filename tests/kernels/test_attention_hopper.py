@@ -16,19 +16,14 @@ from flide_engine.executor import to_device
 from flide_engine.kernels.attention import attention
 from flide_engine.kernels.attention_hopper import attend_hopper, macros, supports
 from flide_engine.kernels.attention_ref import AttentionShape, attention_ref
-from flide_engine.kernels.hopper.program import Launch, has_hopper
+from flide_engine.kernels.hopper.program import Launch
 from flide_engine.kernels.pointwise_ref import rms_norm_ref, rope_ref
 from flide_engine.readout import Asked
-from tests.kernels.emulated import COMPILER, emulated
+from tests.kernels.emulated import MARKS, ON_GPU, emulated
 from tests.kernels.test_triton import DEVICE, KINDS, PAGES, apart, both_streams, random
 from tests.kernels.test_triton import relative_error as error
 
-ON_GPU = has_hopper(DEVICE)
-pytestmark = (
-    [pytest.mark.gpu]
-    if torch.cuda.is_available()
-    else [pytest.mark.skipif(COMPILER is None, reason="needs a Hopper GPU, or g++")]
-)
+pytestmark = MARKS
 BFLOAT16 = torch.bfloat16
 RELATIVE_ERROR = 4e-3
 """Of bfloat16 operands; emulated it is 1e-3."""

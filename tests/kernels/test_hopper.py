@@ -15,9 +15,9 @@ pytest.importorskip("triton")
 from flide_engine.executor import to_device
 from flide_engine.kernels.delta_net_hopper import KERNELS, delta_net_hopper, macros, supports
 from flide_engine.kernels.delta_net_ref import DeltaNetShape, DeltaNetWeights, delta_net_ref
-from flide_engine.kernels.hopper.program import FOLDER, Launch, has_hopper
+from flide_engine.kernels.hopper.program import FOLDER, Launch
 from flide_engine.layout.plan import RoundPlan
-from tests.kernels.emulated import COMPILER, emulated
+from tests.kernels.emulated import MARKS, ON_GPU, emulated
 from tests.kernels.test_triton import (
     DEVICE,
     KINDS,
@@ -28,12 +28,7 @@ from tests.kernels.test_triton import (
     relative_error,
 )
 
-ON_GPU = has_hopper(DEVICE)
-pytestmark = (
-    [pytest.mark.gpu]
-    if torch.cuda.is_available()
-    else [pytest.mark.skipif(COMPILER is None, reason="needs a Hopper GPU, or g++")]
-)
+pytestmark = MARKS
 BFLOAT16 = torch.bfloat16
 RELATIVE_ERROR = {"outputs": 6e-3, "states": 2e-4}
 """Of bfloat16 operands. On the card the Triton kernels differ as much from the reference."""

@@ -67,11 +67,11 @@ class _Module(dict[str, Launch]):
         torch.cuda.current_stream()  # the context that the module is loaded into
         super().__init__()
         self._driver = driver
-        self._module = _checked(driver, driver.cuModuleLoadData(cubin), f"loading {source}")
+        self._module = _checked(driver.cuModuleLoadData(cubin), f"loading {source}")
 
     def __missing__(self, name: str) -> Launch:
         driver = self._driver
-        function = _checked(driver, driver.cuModuleGetFunction(self._module, name.encode()), name)
+        function = _checked(driver.cuModuleGetFunction(self._module, name.encode()), name)
         most = 0
 
         def launch(
@@ -81,25 +81,25 @@ class _Module(dict[str, Launch]):
             if shared_bytes > most:
                 limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 set_to = driver.cuFuncSetAttribute(function, limit, shared_bytes)
-                _checked(driver, set_to, f"{shared_bytes} bytes of shared memory for {name}")
+                _checked(set_to, f"{shared_bytes} bytes of shared memory for {name}")
                 most = shared_bytes
             held = pointers_to(arguments)
             done = driver.cuLaunchKernel(
                 function, blocks, 1, 1, threads, 1, 1, shared_bytes,
                 torch.cuda.current_stream().cuda_stream, ctypes.addressof(held), 0,
             )  # fmt: skip
-            _checked(driver, done, f"launching {name}")
+            _checked(done, f"launching {name}")
 
         self[name] = launch
         return launch
 
 
-def _checked(driver: Any, result: tuple[Any, ...], what: str) -> Any:
+def _checked(result: tuple[Any, ...], what: str) -> Any:
+    """What a call of `cuda.bindings` returns beside its error. Raises RuntimeError if it failed."""
     error, *values = result
     if error.value != 0:
-        _, name = driver.cuGetErrorName(error)
-        raise RuntimeError(f"{what}: {name.decode()}")
-    return values[0] if values else None
+        raise RuntimeError(f"{what}: {error}")
+    return values[0] if len(values) == 1 else values
 
 
 def _cubin(source: str, defined: Mapping[str, str | int]) -> bytes:
@@ -111,7 +111,7 @@ def _cubin(source: str, defined: Mapping[str, str | int]) -> bytes:
     texts = {path.name: path.read_bytes() for path in files}
     options = ["--gpu-architecture=sm_90a", "--std=c++17"]
     options += [f"-D{name}={value}" for name, value in defined.items()]
-    _, *compiler = nvrtc.nvrtcVersion()
+    compiler = _checked(nvrtc.nvrtcVersion(), "NVRTC's version")
     key = hashlib.sha256(repr((texts, options, compiler)).encode()).hexdigest()
     cache, name = get_cache_manager(key), f"{Path(source).stem}.cubin"
     if (path := cache.get_file(name)) is not None:
@@ -123,18 +123,17 @@ def _cubin(source: str, defined: Mapping[str, str | int]) -> bytes:
 
 def _compile(nvrtc: Any, source: str, texts: Mapping[str, bytes], options: Sequence[str]) -> bytes:
     headers = [name for name in texts if name != source]
-    _, program = nvrtc.nvrtcCreateProgram(
+    made = nvrtc.nvrtcCreateProgram(
         texts[source], source.encode(), len(headers), [texts[name] for name in headers],
         [name.encode() for name in headers],
     )  # fmt: skip
+    program = _checked(made, source)
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
     if error.value != 0:
-        _, size = nvrtc.nvrtcGetProgramLogSize(program)
-        text = b" " * size
-        nvrtc.nvrtcGetProgramLog(program, text)
+        text = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program), "size of the log")
+        _checked(nvrtc.nvrtcGetProgramLog(program, text), "the log")
         raise RuntimeError(f"{source} does not compile: {text.decode(errors='replace')}")
-    _, size = nvrtc.nvrtcGetCUBINSize(program)
-    cubin: bytes = b" " * size
-    nvrtc.nvrtcGetCUBIN(program, cubin)
-    nvrtc.nvrtcDestroyProgram(program)
+    cubin: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program), "size of the code")
+    _checked(nvrtc.nvrtcGetCUBIN(program, cubin), "the code")
+    _checked(nvrtc.nvrtcDestroyProgram(program), source)
     return cubin

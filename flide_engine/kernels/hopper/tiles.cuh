@@ -9,7 +9,6 @@
 constexpr int CHUNK = 64;
 constexpr int DIM = 128;  // of keys and of values
 constexpr int LANES = 32;
-constexpr int PARTS = 2;               // of a head's values, in the chain of states
 constexpr int OPERAND = CHUNK * DIM;   // elements of w, q, kd, u of a chunk and head
 constexpr int SCORES = CHUNK * CHUNK;  // elements of p
 constexpr int STATE = DIM * DIM;
@@ -51,9 +50,6 @@ struct Slots {
     u16* conv;
     i64 state_stride, conv_stride;
 };
-
-/// Places in `Lists::counts`; `kernels.stream` has the same.
-constexpr int CHUNK_COUNT = 0, RESUMED_COUNT = 4, SCAN_COUNT = 5;
 
 constexpr int CHANNELS = 2 * HK * DIM + HV * DIM;
 constexpr int RATIO = HV / HK;
