@@ -24,10 +24,9 @@ from flide_engine.kernels.stream import (
 
 ZEROS = 1024
 
-HOPPER = False
-"""Whether the second launch is CUDA C++ where the card and the model allow it. Written, not
-measured on a card: `python -m benchmarks.tuning 0.8B --ops attention` does. Bits differ from
-Triton's, so it is one value for every round and replica.
+HOPPER = True
+"""Whether the second launch is CUDA C++ where the card and the model allow it: faster at every length
+measured (`python -m benchmarks.tuning 0.8B --ops attention`). Bits differ from Triton's, so it is one value for every round and replica.
 """
 
 
