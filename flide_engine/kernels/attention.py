@@ -25,8 +25,9 @@ from flide_engine.kernels.stream import (
 ZEROS = 1024
 
 HOPPER = True
-"""Whether the second launch is CUDA C++ where the card and the model allow it: faster at every length
-measured (`python -m benchmarks.tuning 0.8B --ops attention`). Bits differ from Triton's, so it is one value for every round and replica.
+"""Whether the second launch is CUDA C++ where the card and the model allow it: faster at every
+length measured (`python -m benchmarks.tuning 0.8B --ops attention`). Bits differ from Triton's, so
+it is one value for every round and replica.
 """
 
 
