@@ -110,6 +110,13 @@ class AppArgs(BaseModel):
             "none: 2, or a twentieth of the replicas if that is more."
         ),
     )
+    channels: bool = Field(
+        True,
+        description=(
+            "Gateways ask replicas over connections of their own, each on a port that the system "
+            "chooses; off, or where it cannot be reached: by Serve's handles."
+        ),
+    )
     gateway_replicas: int = Field(
         1, gt=0, description="Gateway replicas; fixed, one for 400 requests/s."
     )

@@ -17,6 +17,7 @@ from deployments import logs
 from deployments.config import Threads
 from deployments.demand import Demand
 from deployments.drain import Calls, Leaving, Pace, leave, take_over
+from deployments.listening import Listener
 from deployments.metrics import ReplicaMetrics
 from deployments.siblings import Siblings
 from deployments.state_calls import bring_home, perform
@@ -46,9 +47,11 @@ class EngineReplica:
         tenant_names: Mapping[str, str] | None = None,
         leaving: Leaving | None = None,
         threads: Threads | None = None,
+        channels: bool = True,
     ) -> None:
         """config: fields of EngineConfig. tenant_names: what tenants are called in metrics.
         leaving: what becomes of its checkpoints when it goes. threads: of its CPU kernels.
+        channels: whether Gateways may ask over connections of their own.
         """
         self._id = _own_id()
         if threads is not None and self._id:  # else the process is somebody's
@@ -66,6 +69,7 @@ class EngineReplica:
         self._making = threading.Lock()
         self._pace: Pace | None = None
         self._receiver, self._demand = Receiver(), Demand()
+        self._listener = Listener(self.decide_with_load) if channels and self._id else None
         self._metrics = ReplicaMetrics(tenant_names or {})
         self._answered = 0
         log.info("engine %s ready in process %d", self._engine.card.name, os.getpid())
@@ -282,7 +286,8 @@ class EngineReplica:
 
     async def record_replica_metadata(self) -> dict[str, list[object]]:
         """Called by Serve once, before this replica is ready; every router gets the result."""
-        return self._fingerprint.encode()
+        listens = await self._listener.open() if self._listener is not None else {}
+        return self._fingerprint.encode() | listens
 
     async def check_health(self) -> None:
         """Called by Serve; a replica whose engine thread has stopped is replaced, and one that
@@ -323,6 +328,8 @@ class EngineReplica:
     async def _leave(self) -> None:
         self._draining = True
         try:
+            if self._listener is not None:  # Serve knows nothing of what came that way
+                await self._listener.leave(self._leaving.within_s)
             ends = await leave(self._engine, self._leaving, self._calls.spent_s())
             for end, count in ends.items():
                 self._metrics.handed_over("given", end, count)
@@ -330,6 +337,8 @@ class EngineReplica:
             log.exception("checkpoints could not be handed over; their states are computed anew")
         finally:
             await asyncio.to_thread(self._engine.close)
+            if self._listener is not None:
+                await self._listener.close()
 
 
 def fingerprint_of(engine: Any) -> Fingerprint:

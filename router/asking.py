@@ -30,6 +30,7 @@ from flide_engine.errors import (
 from flide_engine.wire import to_json
 from router import suspects
 from router.boards import shared
+from router.channel import Channels, Told
 from router.options import CallOptions
 from router.quarantine import Quarantine
 from router.routing_key import route_key
@@ -108,7 +109,7 @@ class Call:
         self._waking.check(min(least, default=math.inf), cheap_call(self._handle))
 
     def send(self) -> DeploymentResponse:
-        """A try."""
+        """A try by handle."""
         more = dict(self._more)
         if self._failures:
             more["retry"] = True
@@ -116,7 +117,18 @@ class Call:
             more["suspect"] = self._suspect
         return self._handle.decide_with_load.remote(self._body, timeout_s=self.left_s, **more)
 
-    def answer(self, told: tuple[bytes | FlideError, str, tuple[float, ...]]) -> DecisionResponse:
+    async def told(self, channels: Channels | None) -> Told:
+        """What a try tells: the first over a channel, where there is one. Cancelling it cancels the
+        request.
+        """
+        if channels is not None and not self._failures and len(self._body) <= BY_VALUE_BYTES:
+            more = {**self._more, "timeout_s": self.left_s}
+            if (told := await channels.ask(more, self._body)) is not None:
+                return told
+        found: Told = await unless_cancelled(self.send())
+        return found
+
+    def answer(self, told: Told) -> DecisionResponse:
         """The answers of what a replica returned; its load is noted for this process's routers.
 
         Raises the error that it returned instead.
@@ -187,20 +199,21 @@ async def ask(
     request: DecisionRequest | dict[str, Any],
     options: CallOptions,
     body: bytes | None = None,
+    channels: Channels | None = None,
 ) -> DecisionResponse:
     """The answers, on an event loop. Raises the error tree; cancelling it cancels the call.
 
-    body: the JSON that the request was read from, if it was.
+    body: the JSON that the request was read from, if it was. channels: of this event loop to the
+    handle's replicas; without any, all goes by handle.
     """
     call = Call(handle, request, options, body)
     for pause in call.pauses():
         await asyncio.sleep(pause)
     call.check_awake()
     while True:
-        response = call.send()
         try:
             async with asyncio.timeout(call.left_s):
-                return call.answer(await unless_cancelled(response))
+                return call.answer(await call.told(channels))
         except TimeoutError:
             _in_background(call.ended)
             raise call.late() from None

@@ -4,8 +4,9 @@
 value with the request router, for processes that have nothing of this project.
 """
 
+import asyncio
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from router.policy import Board
 
@@ -36,10 +37,28 @@ class Members:
         """
 
 
+class Ways:
+    """The request routers of this process's handles, each on the event loop it was made for."""
+
+    def __init__(self) -> None:
+        self._routers: list[tuple[Any, Any]] = []
+
+    def add(self, router: Any) -> None:
+        """One more, if it is new; called on its event loop."""
+        if all(known is not router for known, _ in self._routers):
+            self._routers.append((router, asyncio.get_running_loop()))
+
+    def router_here(self) -> Any | None:
+        """The first one whose event loop is the running one: only there may it be asked."""
+        here = asyncio.get_running_loop()
+        return next((router for router, loop in self._routers if loop is here), None)
+
+
 class Shared(NamedTuple):
     """board: predicted waits, which callers write and routers read; reasons: why replicas were
     chosen; members: how many there are; odd: replicas whose bits are not their fleet's, with the
-    reason; stopped: replicas whose engine has ended, which callers write: it is not started again.
+    reason; stopped: replicas whose engine has ended, which callers write: it is not started again;
+    ways: the routers.
     """
 
     board: Board
@@ -47,11 +66,12 @@ class Shared(NamedTuple):
     members: Members
     odd: dict[str, str]
     stopped: set[str]
+    ways: Ways
 
 
 def nothing_shared() -> Shared:
     """What is known of a deployment at first."""
-    return Shared(Board(), Reasons(), Members(), {}, set())
+    return Shared(Board(), Reasons(), Members(), {}, set(), Ways())
 
 
 _shared: dict[tuple[str, str], Shared] = {}

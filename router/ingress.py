@@ -17,6 +17,8 @@ from flide_engine.errors import FlideError, NotReady
 from flide_engine.limits import seconds_allowed
 from router.asking import ask, own_error, plain_error, unless_cancelled
 from router.auth import Keys
+from router.boards import shared
+from router.channel import Channels
 from router.charging import Charges
 from router.fan_out import ask_all
 from router.http_app import HttpApp
@@ -46,16 +48,20 @@ class Gateway:
         gateways: int = 1,
         has_ledger: bool = False,
         observer: Callable[[], Observer] | None = None,
+        channels: bool = True,
     ) -> None:
         """key_hashes: of keys without quotas. gateways: how many of these there are. has_ledger:
         whether the deployment has keys with quotas, and a ledger of these. observer: makes what is
-        told of requests, in this process.
+        told of requests, in this process. channels: whether to talk to replicas over connections of
+        its own.
         """
         # gRPC between replicas costs half of an actor call: 1.7 against 3.2 CPU-ms (Ray 2.60)
         self._engine = engine.options(_by_reference=False)
         self._limits, self._keys = limits, Keys(key_hashes, needed=has_ledger)
         self._charges = Charges(RemoteLedger() if has_ledger else None, gateways)
         self._described: dict[str, str] | None = None
+        known = shared(engine.app_name, engine.deployment_name)
+        self._channels = Channels(known) if channels else None
         in_a_line()
         self._observer = observer() if observer is not None else None
 
@@ -108,7 +114,8 @@ class Gateway:
     ) -> DecisionResponse:
         """As `decide`, typed and for a tenant."""
         seconds = seconds_allowed(options.timeout_s, self._limits.max_timeout_s, ("timeout_s",))
-        return await ask(self._engine, request, replace(options, timeout_s=seconds), body)
+        options = replace(options, timeout_s=seconds)
+        return await ask(self._engine, request, options, body, self._channels)
 
     async def states(self, call: StateCall) -> tuple[list[Told], int]:
         """(what the replicas say that answered, how many were asked).

@@ -33,6 +33,9 @@ KEYED = ("decide", "decide_with_load")
 OWNERS = ("adopt", "owner")
 """Those that are for whoever a state belongs to, and nobody else: taking it over, and saying so."""
 
+LISTENS = "flide_listens"
+"""In a replica's metadata: see `address_of`."""
+
 FALLBACKS = 2
 """Replicas tried in order after the chosen one; then whichever has least to do."""
 
@@ -61,6 +64,7 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         )
         self._compared: set[str] = set()
         self._barred: set[str] = set()
+        self._addresses: dict[str, tuple[str, int, str]] = {}
         self._dead: set[ReplicaID] = set()
 
     @property
@@ -84,6 +88,8 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         }
         self._policy.set_replicas(self._told, time.monotonic())
         super().update_replicas(live)
+        if self._addresses:
+            self._shared.ways.add(self)
 
     def _of_the_fleet(self, live: list[RunningReplica]) -> list[RunningReplica]:
         """Those whose bits are their fleet's, and those that promise nothing of the kind."""
@@ -91,6 +97,8 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         if names != self._compared:  # what a replica tells of itself never changes
             self._compared = names
             told = {r.replica_id.unique_id: decode(r.replica_metadata) for r in live}
+            where = {r.replica_id.unique_id: address_of(r.replica_metadata) for r in live}
+            self._addresses = {name: found for name, found in where.items() if found is not None}
             fingerprints = {name: found for name, found in told.items() if found is not None}
             found = odd_ones(fingerprints)
             for name in found.keys() - odd:
@@ -116,8 +124,31 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         States go elsewhere until the controller lists the replica again.
         """
         super().on_replica_actor_unavailable(replica_id)
-        self._told.pop(replica_id.unique_id, None)
-        self._policy.remove(replica_id.unique_id)
+        self.lost(replica_id.unique_id)
+
+    def place(self, route: object) -> tuple[str, tuple[str, int, str], dict[str, object]] | None:
+        """For `router.channel`: the replica that a request of this key goes to, which counts as
+        sent there, where it listens, and what it is told of why. None: it is to go by handle.
+        """
+        key = as_key(route)
+        if key is None or not self._addresses:
+            return None
+        choice = self._policy.choose(key, time.monotonic())
+        if choice is None or choice.replica in self._shared.stopped:
+            return None
+        if (address := self._addresses.get(choice.replica)) is None:
+            return None
+        self.reasons.count(choice.reason)
+        home = choice.replica if choice.home else ""
+        more = {"anchor": choice.anchor, "home": home, "reason": choice.reason}
+        return choice.replica, address, more
+
+    def lost(self, replica: str) -> None:
+        """For `router.channel`: a connection broke, so states go elsewhere until the controller
+        lists the replica again.
+        """
+        self._told.pop(replica, None)
+        self._policy.remove(replica)
 
     async def choose_replicas(
         self,
@@ -178,6 +209,19 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             return [[chosen]]
         names = self._policy.fallbacks(choice, FALLBACKS)
         return [[chosen], *([self._by_name[name]] for name in names)]
+
+
+def address_of(metadata: object) -> tuple[str, int, str] | None:
+    """Where a replica with this metadata listens: host, port, and the token that it wants to hear;
+    None for one that does not.
+    """
+    told = metadata.get(LISTENS) if isinstance(metadata, Mapping) else None
+    if not isinstance(told, (list, tuple)) or len(told) != 3:
+        return None
+    host, port, token = told
+    if isinstance(host, str) and isinstance(port, int) and isinstance(token, str):
+        return host, port, token
+    return None
 
 
 def _about(request: PendingRequest) -> dict[str, object]:

@@ -5,10 +5,11 @@ once its tracing is on. These stand below the span at hand; where there is none 
 nothing is made.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 try:
-    from opentelemetry import trace
+    from opentelemetry import context, propagate, trace
 except ImportError:  # it comes with Ray Serve, and tracing is off without it
     trace = None  # type: ignore[assignment]
 
@@ -29,3 +30,24 @@ def record_stages(began_ns: int, stages: Mapping[str, float], attributes: Attrib
         span = tracer.start_span(f"flide.{stage}", start_time=at, attributes=attributes)
         span.end(end)
         at = end
+
+
+def carried() -> dict[str, str]:
+    """The span at hand, for another process; empty where none is recorded."""
+    told: dict[str, str] = {}
+    if trace is not None and trace.get_current_span().is_recording():
+        propagate.inject(told)
+    return told
+
+
+@contextmanager
+def under(told: Mapping[str, str]) -> Iterator[None]:
+    """A block whose spans stand below the one that `carried` told of."""
+    if trace is None or not told:
+        yield
+        return
+    token = context.attach(propagate.extract(told))
+    try:
+        yield
+    finally:
+        context.detach(token)
