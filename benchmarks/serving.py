@@ -142,7 +142,8 @@ def _percentiles(prefix: str, ordered: Sequence[float]) -> Row:
 def measure(args: argparse.Namespace, folder: Path) -> None:
     """One way's rows, printed for the parent process."""
     mode = args.modes[0]
-    engine = {"model": str(folder), "keep_checkpoints": False, "max_queue_ms": 10**9}
+    engine = {"model": str(folder), "keep_checkpoints": False}
+    engine |= {"max_queue_ms": 10**9, "max_queued_tokens": 10**9}  # 64 clients wait, whatever for
     engine |= dict(pair.split("=", 1) for pair in args.option)
     gateways = args.gateways if mode in ("haproxy", "proxy") else 0
     head: Row = {"engine": "ours", "shape": args.shape, "mode": mode, "gateways": gateways}

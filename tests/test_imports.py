@@ -27,6 +27,8 @@ ONLY = {
         "router/request_router.py",
         "router/ingress.py",
         "router/asking.py",
+        "router/channel.py",
+        "router/request_context.py",
         "router/fan_out.py",
         "router/suspects.py",
         "router/crash.py",

@@ -131,7 +131,8 @@ def test_nobody_is_let_in_before_the_keys_are_read(tmp_path: Path, hashes: tuple
 
 def test_a_gateway_of_an_app_with_keys_needs_some() -> None:
     """Whatever its `user_config` has become since."""
-    handle = SimpleNamespace(options=lambda **_: None)
+    names = {"app_name": "app", "deployment_name": "Engine"}
+    handle = SimpleNamespace(options=lambda **_: None, **names)
     made: Any = Gateway.__mro__[1]  # as Serve's wrapper is a server, too
     for has_ledger in (False, True):
         gateway = made(handle, HttpLimits(1, 1, 1.0), has_ledger=has_ledger)
