@@ -141,6 +141,7 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         self.reasons.count(choice.reason)
         home = choice.replica if choice.home else ""
         more = {"anchor": choice.anchor, "home": home, "reason": choice.reason}
+        log.debug("to %s: %s", choice.replica, choice.reason)
         return choice.replica, address, more
 
     def lost(self, replica: str) -> None:

@@ -42,12 +42,13 @@ def carried() -> dict[str, str]:
 
 @contextmanager
 def under(told: Mapping[str, str]) -> Iterator[None]:
-    """A block whose spans stand below the one that `carried` told of."""
+    """A block that is a span `flide.replica` below the one that `carried` told of."""
     if trace is None or not told:
         yield
         return
     token = context.attach(propagate.extract(told))
     try:
-        yield
+        with trace.get_tracer("flide").start_as_current_span("flide.replica"):
+            yield
     finally:
         context.detach(token)

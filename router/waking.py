@@ -6,6 +6,7 @@ update, has none, too, and does not sleep: Serve starts another one by itself, a
 it as in any fleet. Imports no torch.
 """
 
+import asyncio
 import logging
 import math
 import threading
@@ -168,8 +169,31 @@ def waking_of(handle: Any) -> Waking:
 
 
 def cheap_call(handle: Any) -> Call:
-    """A call of an engine's `describe`, waited for by a thread that keeps no process alive."""
-    return partial(_on_a_thread, lambda: handle.describe.remote().result())
+    """A call of an engine's `describe`, which keeps no process alive: on the running event loop, if
+    there is one, as a handle may work nowhere else; else a thread waits for it.
+    """
+
+    def call() -> "Future[Any]":
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return _on_a_thread(lambda: handle.describe.remote().result())
+        answered: Future[Any] = Future()
+        waits = loop.create_task(_awaited(handle, answered))
+        answered.add_done_callback(lambda _: waits)  # which a loop alone does not keep
+        return answered
+
+    return call
+
+
+async def _awaited(handle: Any, answered: "Future[Any]") -> None:
+    try:
+        answered.set_result(await handle.describe.remote())
+    except asyncio.CancelledError:
+        answered.set_exception(RuntimeError("the event loop ended"))
+        raise
+    except Exception as error:
+        answered.set_exception(error)
 
 
 def are_replaced(app: str, deployment: str) -> bool:

@@ -223,7 +223,6 @@ def test_one_request_id_is_in_every_log(watched: Watched, name: str) -> None:
     assert has("Gateway", rf"to \w+: ({'|'.join(REASONS)})$")
     told = has("Gateway", f"the caller knows this request as {given}")
     assert told == (name == "x_typesafe_request_id")
-    until(lambda: has("Engine", "CALL decide_with_load OK"), "the call never ends", 0.1)
     assert has("Engine", r"computed, \d+ tokens reused")
 
 
@@ -246,14 +245,15 @@ def test_a_refusal_is_logged_with_its_id(watched: Watched) -> None:
 
 
 def test_a_trace_goes_from_the_proxy_to_the_round(watched: Watched) -> None:
-    """Below the caller's own span: Serve's spans in three processes, our stages below theirs."""
+    """Below the caller's own span: Serve's in two processes, then ours in the replica; our stages
+    below them.
+    """
     trace_id, caller = os.urandom(16).hex(), os.urandom(8).hex()
     answer = watched.post("traced", traceparent=f"00-{trace_id}-{caller}-01").json()
     gateway = {f"flide.{stage}" for stage in ("read", "charge", "parse", "call", "respond")}
     engine = {f"flide.{stage}" for stage in answer["x_timing"]}
     path = [
-        "replica_handle_request Engine decide_with_load",
-        "route_to_replica Engine decide_with_load",
+        "flide.replica",
         "replica_handle_request Gateway __call__",
         "route_to_replica Gateway __call__",
         "proxy_http_request Gateway POST /v1/systemone",
@@ -261,7 +261,7 @@ def test_a_trace_goes_from_the_proxy_to_the_round(watched: Watched) -> None:
     spans = watched.collector.of(trace_id, {*gateway, *engine, *path})
     by_id = {span.span_id: span for span in spans}
     named = {span.name: span for span in spans}
-    for stages, above in ((gateway, path[2]), (engine, path[0])):
+    for stages, above in ((gateway, path[1]), (engine, path[0])):
         assert {by_id[named[stage].parent_span_id].name for stage in stages} == {above}
     for stage, ms in answer["x_timing"].items():
         span = named[f"flide.{stage}"]
