@@ -4,6 +4,8 @@ Each metric is declared once, in `METRICS`; the dashboard and the alert rules in
 use these names, which a test holds to a scrape of a running app.
 """
 
+import asyncio
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -136,13 +138,22 @@ AUTOSCALER = (
 METRICS = {m.name: m for m in (*GATEWAY, *STAGES, *REPLICA, *ROUTER, *AUTOSCALER)}
 
 
+COUNTED_WITHIN_S = 1.0
+"""How long counts are added up here: an increment costs Ray as much as rendering a question."""
+
+
+Counts = defaultdict[tuple[str, tuple[tuple[str, str], ...]], float]
+"""By name and labels."""
+
+
 class _Metrics:
-    """Some of the metrics, made in this process."""
+    """Some of the metrics, made in this process. Of one event loop, where there is one."""
 
     def __init__(self, *declared: Metric, tenant_names: Mapping[str, str] | None = None) -> None:
         """tenant_names: names of tenants by the hash of their key."""
         self._names = dict(list((tenant_names or {}).items())[:MOST_TENANTS])
         self._of = {metric.name: metric.make() for metric in declared}
+        self._counted = Counts(float)
 
     def tenant(self, tenant: str) -> str:
         """The label of a tenant: the name that `tenant_names` or the file of keys gives it, for as
@@ -156,9 +167,22 @@ class _Metrics:
         self._names[tenant] = tenant
         return tenant
 
+    def count(self) -> None:
+        """Hands on what has been added up."""
+        counted, self._counted = self._counted, Counts(float)
+        for (name, labels), value in counted.items():
+            self._of[name].inc(value, dict(labels))
+
     def _add(self, name: str, value: float, labels: dict[str, str]) -> None:
-        if value > 0:  # Ray refuses to count nothing
-            self._of[name].inc(value, labels)
+        if value <= 0:  # Ray refuses to count nothing
+            return
+        if not self._counted:
+            loop = asyncio._get_running_loop()
+            if loop is None:
+                self._of[name].inc(value, labels)
+                return
+            loop.call_later(COUNTED_WITHIN_S, self.count)
+        self._counted[name, tuple(labels.items())] += value
 
     def _spent(self, stage: str, seconds: float) -> None:
         labels = {"stage": stage}
@@ -177,7 +201,7 @@ class GatewayMetrics(_Metrics):
     def ended(self, trip: Trip) -> None:
         """Counts a request, and if it was answered its stages."""
         labels = {"outcome": trip.outcome, "tenant": self.tenant(trip.tenant), "via": trip.via}
-        self._of["flide_gateway_requests"].inc(1, labels)
+        self._add("flide_gateway_requests", 1, labels)
         if trip.outcome == ANSWERED:
             for stage, seconds in trip.stages.items():
                 self._spent(stage, seconds)
@@ -194,14 +218,14 @@ class ReplicaMetrics(_Metrics):
     def routed(self, reason: str, retry: bool = False) -> None:
         """A request came; reason: its router's, or "" if none of ours sent it."""
         if reason in REASONS:
-            self._of["flide_routed"].inc(1, {"reason": reason})
+            self._add("flide_routed", 1, {"reason": reason})
         if retry:
-            self._of["flide_retries"].inc(1, {})
+            self._add("flide_retries", 1, {})
 
     def answered(self, response: DecisionResponse, tenant: str) -> None:
         """A request was answered."""
         label = {"tenant": self.tenant(tenant)}
-        self._of["flide_requests"].inc(1, {"outcome": ANSWERED, **label})
+        self._add("flide_requests", 1, {"outcome": ANSWERED, **label})
         self._add("flide_questions", len(response.answers), label)
         self._add("flide_input_tokens", response.usage.input_tokens, label)
         self._add("flide_request_reused_tokens", response.usage.x_reused_tokens, {})
@@ -211,7 +235,7 @@ class ReplicaMetrics(_Metrics):
     def failed(self, error: BaseException, tenant: str) -> None:
         """A request was not."""
         labels = {"outcome": outcome_of(error), "tenant": self.tenant(tenant)}
-        self._of["flide_requests"].inc(1, labels)
+        self._add("flide_requests", 1, labels)
 
     def handed_over(self, way: str, end: str, count: int = 1) -> None:
         """Checkpoints were given or taken; end: as in `deployments.drain.hand_over`."""

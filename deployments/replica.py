@@ -336,6 +336,7 @@ class EngineReplica:
         except Exception:
             log.exception("checkpoints could not be handed over; their states are computed anew")
         finally:
+            self._metrics.count()
             await asyncio.to_thread(self._engine.close)
             if self._listener is not None:
                 await self._listener.close()

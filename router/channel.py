@@ -124,8 +124,8 @@ class Connection(Frames):
             future.set_result((answers, more["replica"], tuple(more["load"])))
         elif kind == Kind.FAULT:
             more, pickled = unpacked(payload)
-            error = pickle.loads(pickled)  # from where the cluster says that the replica is
-            if more["replica"]:
+            error = _unpickled(pickled)
+            if more["replica"] and isinstance(error, FlideError):
                 future.set_result((error, more["replica"], tuple(more["load"])))
             else:
                 future.set_exception(error)
@@ -154,6 +154,15 @@ class Connection(Frames):
             return
         self.say(Kind.PING)
         self._beat = self._next_beat()
+
+
+def _unpickled(pickled: bytes) -> BaseException:
+    """An error of a replica's, which is where the cluster says that it is."""
+    try:
+        error = pickle.loads(pickled)
+    except Exception as cause:
+        return RuntimeError(f"the replica's error cannot be read: {cause}")
+    return error if isinstance(error, BaseException) else RuntimeError(repr(error))
 
 
 class Channels:

@@ -11,6 +11,7 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 from ray.serve import context
 
+from deployments import listening
 from deployments.listening import Listener
 from flide_engine.errors import FlideError, NotReady, TooManyTokens
 from router import channel, frames
@@ -139,7 +140,7 @@ def test_answers_come_back_with_all_that_was_told_beside_the_request() -> None:
     run(test)
 
 
-def test_errors_come_back_as_they_are() -> None:
+def test_errors_come_back_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the tree as what was told, with the load; others raised, pickled or not."""
 
     async def test(both: Both) -> None:
@@ -158,6 +159,11 @@ def test_errors_come_back_as_they_are() -> None:
         both.listener._decide = decide
         with pytest.raises(RuntimeError, match="Local: here"):
             await both.ask(b"x")
+        # what nobody can read ends that request, and nothing else
+        monkeypatch.setattr(listening, "_pickled", lambda error: b"junk")
+        with pytest.raises(RuntimeError, match="cannot be read"):
+            await both.ask(b"x")
+        assert not both.channels._open["r1"].lost
 
     run(test)
 

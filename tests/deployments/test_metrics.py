@@ -1,5 +1,6 @@
 """What is counted as what, and what the dashboard and the alerts say of it; no cluster."""
 
+import asyncio
 import json
 import re
 from collections import Counter
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from deployments import metrics
 from deployments.autoscaling import FleetPolicy
 from deployments.metrics import METRICS, TOKENS, GatewayMetrics, Metric, ReplicaMetrics
 from deployments.observability.dashboard import FILE, dashboard
@@ -161,6 +163,31 @@ def test_replicas_count_what_reaches_them(told: dict[str, Counter[str]]) -> None
     assert told["flide_stage_spent_seconds"] == {"queue": 0.0025}
     assert told["flide_routed"] == {"home": 1, "spilled": 1}
     assert told["flide_retries"] == {"": 1}
+
+
+def test_counts_on_an_event_loop_are_handed_on_together(
+    told: dict[str, Counter[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a moment, and at the end at once: none is lost, none comes twice."""
+    monkeypatch.setattr(metrics, "COUNTED_WITHIN_S", 0.01)
+    seen: list[float] = []
+
+    async def counted(rounds: int) -> None:
+        replica = ReplicaMetrics({})
+        for _ in range(rounds):
+            for _ in range(3):
+                replica.routed("home", retry=True)
+            seen.append(sum(told["flide_routed"].values()))
+            await asyncio.sleep(0.05)
+            seen.append(sum(told["flide_routed"].values()))
+        replica.routed("home")
+        replica.count()
+        replica.count()
+
+    asyncio.run(counted(2))
+    assert seen == [0, 3, 3, 6]
+    assert sum(told["flide_routed"].values()) == 7
+    assert sum(told["flide_retries"].values()) == 6
 
 
 def context(target: int, **metrics: float) -> Any:
