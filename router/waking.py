@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextvars import Context
 from functools import partial
 from typing import Any, TypeVar
 
@@ -155,6 +156,7 @@ class Waking:
 
 
 _of: dict[tuple[str, str], Waking] = {}
+_awaiting: set[asyncio.Task[None]] = set()
 
 
 def waking_of(handle: Any) -> Waking:
@@ -179,8 +181,11 @@ def cheap_call(handle: Any) -> Call:
         except RuntimeError:
             return _on_a_thread(lambda: handle.describe.remote().result())
         answered: Future[Any] = Future()
-        waits = loop.create_task(_awaited(handle, answered))
-        answered.add_done_callback(lambda _: waits)  # which a loop alone does not keep
+        # Of no request's context: Serve's router mixes up two calls of one request that wait in it
+        # together, and one of them for ever.
+        waits = loop.create_task(_awaited(handle, answered), context=Context())
+        _awaiting.add(waits)  # as an event loop keeps none
+        waits.add_done_callback(_awaiting.discard)
         return answered
 
     return call
