@@ -104,14 +104,20 @@ class Costs:
         ms = self._ms[at] = self._ms[at] * math.exp(gain * deviation)
         self._seen[at] += share
         for i in range(at + 1, len(self._ms)):
-            self._ms[i] = max(self._ms[i], ms)
-        for i in range(at):
-            self._ms[i] = min(self._ms[i], ms)
+            if self._ms[i] >= ms:
+                break
+            self._ms[i] = ms
+        for i in range(at - 1, -1, -1):
+            if self._ms[i] <= ms:
+                break
+            self._ms[i] = ms
 
     def _fill_in(self) -> None:
         """Lengths that were never seen cost what the nearest seen one makes likely."""
+        if all(self._seen):
+            return
         seen = [i for i, times in enumerate(self._seen) if times]
-        if not seen or len(seen) == len(self._seen):
+        if not seen:
             return
         for i, length in enumerate(self._lengths):
             if not self._seen[i]:

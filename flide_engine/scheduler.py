@@ -319,8 +319,10 @@ class Scheduler(Generic[W]):
         packing.misses = 0
         try:
             while packing.misses < _LOOK_AHEAD and (packing.room > 0 or not packing.taken):
-                fair = next((e.work.tenant for e in aside if not e.work.alone), None)
-                beyond = None if fair is None else queue.tag(fair)  # who is alone has no turn
+                beyond = None
+                if aside:  # who is alone has no turn
+                    fair = next((e.work.tenant for e in aside if not e.work.alone), None)
+                    beyond = None if fair is None else queue.tag(fair)
                 entry = queue.pop(self._round_tokens, beyond)
                 if entry is None:
                     break
@@ -355,9 +357,10 @@ class Scheduler(Generic[W]):
             if work.is_long and self._begun is not None and self._begun is not work:
                 packing.misses += 1
                 return Verdict.NO_ROOM if work.alone else Verdict.BLOCKED
-            own_ms = _SURE * self._forecast.costs.ms(entry.tokens)
-            if work.deadline is not None and packing.start + own_ms / 1000 > work.deadline:
-                return Verdict.HOPELESS
+            if work.deadline is not None:
+                own_ms = _SURE * self._forecast.costs.ms(entry.tokens)
+                if packing.start + own_ms / 1000 > work.deadline:
+                    return Verdict.HOPELESS
             coming = work.is_coming and not packing.waits  # others run until its state is there
             packing.passed |= coming
             if not coming and (work.tokens <= packing.room or not packing.taken):
@@ -393,8 +396,9 @@ class Scheduler(Generic[W]):
             self._begun, entry.background = work, False
         packing.taken.append(entry)  # first: were anything to fail, it would be lost else
         self._out[id(work)] = entry
-        queue.charge(work.tenant, work.tokens)
-        self._forecast.began(work.tokens, packing.now)
-        entry.running = work.tokens
-        packing.tokens += entry.running
-        packing.room = 0 if work.alone else packing.room - entry.running
+        tokens = work.tokens
+        queue.charge(work.tenant, tokens)
+        self._forecast.began(tokens, packing.now)
+        entry.running = tokens
+        packing.tokens += tokens
+        packing.room = 0 if work.alone else packing.room - tokens

@@ -26,7 +26,7 @@ PARTS = (
 )  # fmt: skip
 """Arrays of a `RoundPlan` that `plan_round` packs as they are, in this order."""
 
-SHAPES = {"chain_rows": (-1, CHAIN_COLUMNS), "write_rows": (-1, GRAIN), "store_rows": (-1, 3)}
+SHAPES = (("chain_rows", (-1, CHAIN_COLUMNS)), ("write_rows", (-1, GRAIN)), ("store_rows", (-1, 3)))
 """Of those that are no vectors."""
 
 BOUND = ("initial_slots", "pages")

@@ -5,6 +5,7 @@ only; the tree lives in these arrays.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,8 +90,7 @@ class Anchor:
     pages: Ints
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """A checkpoint to take: the chain that ends in `node`, at `position` (see
     RoundPlan.store_positions).
     """

@@ -60,9 +60,10 @@ class Layout:
         arrays, at = {}, 0
         ends = self.ends.tolist()
         for name, end in zip(PARTS, ends, strict=False):
-            part = self.packed[at:end]
-            arrays[name] = part.reshape(SHAPES[name]) if name in SHAPES else part
+            arrays[name] = self.packed[at:end]
             at = end
+        for name, shape in SHAPES:
+            arrays[name] = arrays[name].reshape(shape)
         nodes, lists, mark_slots, mark_pages = (end - at for end in ends[len(PARTS) :])
         plan = RoundPlan(
             num_rows=len(arrays["tokens"]),
