@@ -32,6 +32,8 @@ class Asked:
         same = reads[0].head_rows if reads else None
         if same is not None and all(read.head_rows is same for read in reads):
             each, count = len(same), len(reads)
+            if count == 1:
+                return cls(np.zeros(each, np.int32), same, np.array([each], np.int32), False)
             numbers = np.repeat(np.arange(count, dtype=np.int32), each)
             ends = np.arange(each, each * count + 1, each, dtype=np.int32)
             again = np.concatenate([same] * count, dtype=np.int32)  # np.tile takes five times that

@@ -73,7 +73,7 @@ def build_round(pieces: Sequence[Piece]) -> tuple[list[Job], list[Place], Asked]
     """The jobs of a round, each piece's place, and what is read of all."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, piece in enumerate(pieces):
-        groups.setdefault(_group(i, piece), []).append(i)
+        groups.setdefault(_group(i, piece) if len(pieces) > 1 else (), []).append(i)
     jobs: list[Job] = []
     places: dict[int, Place] = {}
     reads: list[Read] = []

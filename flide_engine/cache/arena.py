@@ -84,6 +84,18 @@ class Held:
         were_held = _hold(self.counts, numbers)
         assert were_held, f"retained free {self.kind}"
 
+    def retain_one(self, number: int) -> None:
+        """As `retain` of one number."""
+        assert self.counts[number] > 0, f"retained free {self.kind}"
+        self.counts[number] += 1
+
+    def release_one(self, number: int) -> None:
+        """As `release` of one number."""
+        if self.counts[number] > 1:
+            self.counts[number] -= 1
+        else:
+            self.release(np.array([number], np.int32))
+
     def release(self, numbers: Ints) -> None:
         """One holder less for each number; those without a holder are free again."""
         if not len(numbers):

@@ -13,7 +13,7 @@ import numpy as np
 from flide_engine.config import GRAIN
 from flide_engine.layout.lookups import NO_SLOT
 from flide_engine.layout.packed import PARTS, SHAPES, bind_numbers, plan_round
-from flide_engine.layout.plan import Anchor, Ints, Mark, RoundPlan
+from flide_engine.layout.plan import Anchor, Ints, Mark, RoundPlan, joined
 from flide_engine.layout.tree import Forest, Node
 
 Fork = Literal["token", "grain"]
@@ -124,12 +124,12 @@ def lay_out(jobs: Sequence[Job], fork: Fork = "token") -> Layout:
             marks.append((at, mark.node, mark.position))
     packed, ends = plan_round(
         np.array(numbers, np.int32),
-        _joined([forest.parents for forest in forests]),
-        _joined([forest.starts for forest in forests]),
-        _joined([forest.ends for forest in forests]),
-        _joined([forest.leaves for forest in forests]),
-        _joined([forest.tokens for forest in forests]),
-        _joined(pages),
+        joined([forest.parents for forest in forests]),
+        joined([forest.starts for forest in forests]),
+        joined([forest.ends for forest in forests]),
+        joined([forest.leaves for forest in forests]),
+        joined([forest.tokens for forest in forests]),
+        joined(pages) if pages else _NOTHING,
         np.array(marks, np.int32) if marks else _NO_MARKS,
     )
     written, stored = PARTS.index("write_rows"), PARTS.index("store_nodes")
@@ -144,13 +144,6 @@ def lay_out(jobs: Sequence[Job], fork: Fork = "token") -> Layout:
 
 _NOTHING = np.zeros(0, np.int32)
 _NO_MARKS = np.zeros((0, 3), np.int32)
-
-
-def _joined(arrays: Sequence[Ints]) -> Ints:
-    """One after the other; a lone one as it is, as most rounds have but one request."""
-    if len(arrays) == 1:
-        return arrays[0]
-    return np.concatenate(arrays) if arrays else _NOTHING
 
 
 def _check_mark(forest: Forest, mark: Mark) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flide_engine.layout.growing import grow
+from flide_engine.layout.plan import joined
 
 Tokens = NDArray[np.int32]
 
@@ -132,7 +133,7 @@ def build_forest(
     if sum(lengths) > (start + FLAT_TOKENS) * len(lengths):
         known = common_prefix(prompts, start, min(lengths) - 1)
     since = start + known
-    flat = np.concatenate([prompt[since:] for prompt in prompts])
+    flat = joined([prompt[since:] for prompt in prompts])
     ends = np.cumsum(np.array(lengths, np.int32) - since, dtype=np.int32)
     head = np.ascontiguousarray(prompts[0][start:since], np.int32)
     return Forest(*grow(flat, ends, start, head, min_saved, max_depth))
