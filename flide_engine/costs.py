@@ -53,6 +53,8 @@ class Costs:
         """Milliseconds of work of that many tokens; more than a round's are full rounds and a
         rest.
         """
+        if 0 < tokens < self._lengths[-1]:
+            return self._one(tokens)
         full, rest = divmod(max(tokens, 0.0), self._lengths[-1])
         return full * self._ms[-1] + (self._one(rest) if rest else 0.0)
 

@@ -66,7 +66,7 @@ class Scheduler(Generic[W]):
         self._ticks, self._firsts, self._now = itertools.count(), itertools.count(-1, -1), 0.0
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues))
+        return len(self._interactive) + len(self._batch) + len(self._longs)
 
     def __iter__(self) -> Iterator[W]:
         return (entry.work for queue in self._queues for entry in queue)
@@ -221,13 +221,13 @@ class Scheduler(Generic[W]):
             heapq.heappush(self._deadlines, (entry.work.deadline, next(self._ticks), entry))
         if queue is self._batch:
             self._ages.append(entry)
-        # what left holds its request in memory until it is cleared out of here
-        if len(self._deadlines) > _MANY_DEAD + 2 * len(self):
+        most = _MANY_DEAD + 2 * len(self)  # what left holds its request in memory while it is here
+        if len(self._deadlines) > most:
             self._deadlines = [item for item in self._deadlines if item[2].queue is not None]
             heapq.heapify(self._deadlines)
-        if len(self._sweep) > _MANY_DEAD + 2 * len(self):
+        if len(self._sweep) > most:
             self._sweep = deque(entry for entry in self._sweep if entry.queue is not None)
-        if len(self._ages) > _MANY_DEAD + 2 * len(self):
+        if len(self._ages) > most:
             self._ages = deque(entry for entry in self._ages if entry.queue is self._batch)
 
     def _no_longer_out(self, work: W) -> Entry[W]:
@@ -319,10 +319,8 @@ class Scheduler(Generic[W]):
         packing.misses = 0
         try:
             while packing.misses < _LOOK_AHEAD and (packing.room > 0 or not packing.taken):
-                beyond = None
-                if aside:  # who is alone has no turn
-                    fair = next((e.work.tenant for e in aside if not e.work.alone), None)
-                    beyond = None if fair is None else queue.tag(fair)
+                fair = next((e.work.tenant for e in aside if not e.work.alone), None)
+                beyond = None if fair is None else queue.tag(fair)  # who is alone has no turn
                 entry = queue.pop(self._round_tokens, beyond)
                 if entry is None:
                     break
@@ -357,10 +355,9 @@ class Scheduler(Generic[W]):
             if work.is_long and self._begun is not None and self._begun is not work:
                 packing.misses += 1
                 return Verdict.NO_ROOM if work.alone else Verdict.BLOCKED
-            if work.deadline is not None:
-                own_ms = _SURE * self._forecast.costs.ms(entry.tokens)
-                if packing.start + own_ms / 1000 > work.deadline:
-                    return Verdict.HOPELESS
+            own_ms = _SURE * self._forecast.costs.ms(entry.tokens)
+            if work.deadline is not None and packing.start + own_ms / 1000 > work.deadline:
+                return Verdict.HOPELESS
             coming = work.is_coming and not packing.waits  # others run until its state is there
             packing.passed |= coming
             if not coming and (work.tokens <= packing.room or not packing.taken):
@@ -396,9 +393,8 @@ class Scheduler(Generic[W]):
             self._begun, entry.background = work, False
         packing.taken.append(entry)  # first: were anything to fail, it would be lost else
         self._out[id(work)] = entry
-        tokens = work.tokens
-        queue.charge(work.tenant, tokens)
-        self._forecast.began(tokens, packing.now)
-        entry.running = tokens
-        packing.tokens += tokens
-        packing.room = 0 if work.alone else packing.room - tokens
+        queue.charge(work.tenant, work.tokens)
+        self._forecast.began(work.tokens, packing.now)
+        entry.running = work.tokens
+        packing.tokens += entry.running
+        packing.room = 0 if work.alone else packing.room - entry.running

@@ -4,7 +4,7 @@ a round waiting for a millisecond.
 
 import numpy as np
 
-from flide_engine.layout.compiled import compiled
+from flide_engine.layout.compiled import compiled, copy_into
 from flide_engine.layout.plan import Ints
 
 STRIDE = 32
@@ -91,9 +91,9 @@ def _tokens(
     for n in range(shape.shape[1]):
         low, high, first = shape[1, n] - base, shape[2, n] - base, firsts[owners[n]]
         if low < 0:
-            tokens[at : at - low] = head[len(head) + low :]
+            copy_into(tokens[at:], head[len(head) + low :])
             at, low = at - low, 0
-        tokens[at : at + high - low] = flat[first + low : first + high]
+        copy_into(tokens[at:], flat[first + low : first + high])
         at += high - low
     return tokens
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flide_engine.config import GRAIN
-from flide_engine.layout.compiled import compiled
+from flide_engine.layout.compiled import compiled, copy_into
 from flide_engine.layout.plan import CHAIN_COLUMNS, NOWHERE, Ints
 
 NO_SLOT = np.iinfo(np.int32).max
@@ -45,10 +45,10 @@ def arrange(
     """
     count = len(starts)
     given = np.empty((6, count), np.int32)
-    given[PARENT], given[START], given[END] = parents, starts, ends
     levels = np.zeros(count, np.int32)
     sizes = np.zeros(count, np.int32)
     for i in range(count):
+        given[PARENT, i], given[START, i], given[END, i] = parents[i], starts[i], ends[i]
         if parents[i] < 0 and starts[i] != positions[jobs[i]]:  # loops index by what lies between
             raise ValueError("a forest does not start where its checkpoint ends")
         fork = starts[i] // GRAIN * GRAIN
@@ -138,7 +138,7 @@ def _list_pages(
     job = nodes[JOB, node]
     done = min(anchors[POSITION, job], position) // GRAIN
     begin = anchors[PAGES, job] - anchors[POSITION, job] // GRAIN
-    out[:done] = held[begin : begin + done]
+    copy_into(out, held[begin : begin + done])
     for grain in range(done, position // GRAIN):
         out[grain] = -1 - _number(nodes, found, PAGE, node, GRAIN * grain + GRAIN)
 
@@ -250,7 +250,7 @@ def write_rows_of(
         at += size
     for n in range(len(order)):
         low, high, first = cu_seqlens[n], cu_seqlens[n + 1], firsts[order[n]]
-        tokens[low:high] = texts[first : first + high - low]
+        copy_into(tokens[low:high], texts[first : first + high - low])
         here = positions[low:high]
         for i in range(len(here)):
             here[i] = starts[n] + i

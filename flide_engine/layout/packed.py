@@ -5,7 +5,7 @@ handed, is a microsecond that a round waits.
 import numpy as np
 
 from flide_engine.config import GRAIN
-from flide_engine.layout.compiled import compiled
+from flide_engine.layout.compiled import compiled, copy_into
 from flide_engine.layout.lookups import (
     NO_SLOT,
     PAGES,
@@ -49,22 +49,22 @@ def plan_round(
     count, rows = len(starts), len(texts)
     above, of = np.empty(count, np.int32), np.empty(count, np.int32)
     firsts = np.zeros(len(jobs), np.int32)
-    n = 0
+    anchors = np.empty((3, len(jobs)), np.int32)
+    n, held = 0, 0
     for j in range(len(jobs)):
+        held += jobs[j, 3] // GRAIN
+        anchors[POSITION, j], anchors[SLOT, j], anchors[PAGES, j] = jobs[j, 3], jobs[j, 4], held
         firsts[j] = n
         for _ in range(jobs[j, 0]):
             of[n], above[n] = j, parents[n] + firsts[j] if parents[n] >= 0 else -1
             n += 1
-    anchors = np.empty((3, len(jobs)), np.int32)
-    anchors[POSITION], anchors[SLOT] = jobs[:, 3], jobs[:, 4]
-    anchors[PAGES] = np.cumsum(jobs[:, 3] // GRAIN)
     nodes, cu_seqlens, level_ends, order, places = arrange(
         above, starts, ends, of, anchors[POSITION]
     )
-    marked = np.empty(len(marks), np.int32)
+    marked = np.empty((2, len(marks)), np.int32)
     for m in range(len(marks)):
-        marked[m] = places[firsts[marks[m, 0]] + marks[m, 1]]
-    found = look_up(nodes, anchors, pages, marked, marks[:, 2].copy())
+        marked[0, m], marked[1, m] = places[firsts[marks[m, 0]] + marks[m, 1]], marks[m, 2]
+    found = look_up(nodes, anchors, pages, marked[0], marked[1])
     read_rows = np.empty(len(leaves), np.int32)
     reads, leaf = 0, 0
     for j in range(len(jobs)):
@@ -95,7 +95,7 @@ def _pack(parts: tuple[Ints, ...]) -> tuple[Ints, Ints]:
         ends[i] = total
     flat = np.empty(total, np.int32)
     for i in range(len(parts)):
-        flat[ends[i] - len(parts[i]) : ends[i]] = parts[i]
+        copy_into(flat[ends[i] - len(parts[i]) :], parts[i])
     return flat, ends
 
 

@@ -9,7 +9,7 @@ are what a bucket calls; each does much, as a call costs as much as most of thes
 import numpy as np
 
 from flide_engine.config import GRAIN
-from flide_engine.layout.compiled import compiled
+from flide_engine.layout.compiled import compiled, copy_into
 from flide_engine.layout.plan import NOWHERE, Ints
 
 
@@ -160,7 +160,7 @@ def write_tiles(
             place = around + turn - 1 - (a - around)
         t = falling[a]
         low, high = begins[t], begins[t + 1]
-        queries[place, : high - low] = order[low:high]
+        copy_into(queries[place], order[low:high])
         queries[place, high - low :] = -1
         head, last = first[t], rows[order[high - 1]]
         tail_node = _node_of(last, head, cu_seqlens)
@@ -249,21 +249,21 @@ def copy_plan(
         return False
     if reads > len(to_read_rows) or listed > len(to_pages) or written > len(to_write_pages):
         return False
-    to_cu_seqlens[: nodes + 1] = cu_seqlens
-    to_starts[:nodes] = starts
-    to_initial_slots[:nodes] = initial_slots
-    to_chain_rows[:nodes] = chain_rows
-    to_pages[:listed] = pages
-    to_write_pages[:written] = write_pages
-    to_write_rows[:written] = write_rows
-    to_read_rows[:reads] = read_rows
+    copy_into(to_cu_seqlens, cu_seqlens)
+    copy_into(to_starts, starts)
+    copy_into(to_initial_slots, initial_slots)
+    copy_into(to_chain_rows.reshape(-1), chain_rows.reshape(-1))
+    copy_into(to_pages, pages)
+    copy_into(to_write_pages, write_pages)
+    copy_into(to_write_rows.reshape(-1), write_rows.reshape(-1))
+    copy_into(to_read_rows, read_rows)
     to_read_rows[reads:] = 0
-    to_tokens[:rows] = tokens[:rows]
+    copy_into(to_tokens, tokens[:rows])
     to_tokens[rows:] = 0
-    to_positions[:rows] = positions[:rows]
-    to_label_reads[:labels] = label_reads
+    copy_into(to_positions, positions[:rows])
+    copy_into(to_label_reads, label_reads)
     to_label_reads[labels:] = -1
-    to_label_rows[:labels] = label_rows
+    copy_into(to_label_rows, label_rows)
     counts[3] = written
     return True
 
@@ -298,6 +298,19 @@ def write_states(
 
 
 @compiled
+def _ascending(rows: Ints) -> Ints:
+    """The order that sorts rows, found by insertion: they come sorted but for few, if any."""
+    order = np.empty(len(rows), np.int32)
+    for i in range(len(rows)):
+        j = i
+        while j > 0 and rows[order[j - 1]] > rows[i]:
+            order[j] = order[j - 1]
+            j -= 1
+        order[j] = i
+    return order
+
+
+@compiled
 def write_queries(
     tile: int, turn: int, split: int, most_sums: int, cu_seqlens: Ints, starts: Ints,
     parents: Ints, chain_rows: Ints, page_lists: Ints, page_list_ends: Ints, read_rows: Ints,
@@ -311,8 +324,10 @@ def write_queries(
     `StreamTasks`.
     """
     write_row_taps(cu_seqlens, starts, chain_rows, row_nodes, row_taps)
-    every = np.arange(cu_seqlens[-1]).astype(np.int32)
-    order = np.argsort(read_rows, kind="mergesort").astype(np.int32)
+    every = np.empty(cu_seqlens[-1], np.int32)
+    for i in range(len(every)):
+        every[i] = i
+    order = _ascending(read_rows)
     all_tiles = write_tiles(
         every, every, tile, turn, cu_seqlens, starts, parents, page_lists, page_list_ends,
         queries, nodes, ends, pages,
