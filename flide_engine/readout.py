@@ -8,9 +8,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flide_engine.families.base import Read
+from flide_engine.layout.compiled import compiled
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
+
+
+@compiled
+def for_each(rows: Ints, count: int) -> tuple[Ints, Ints, Ints]:
+    """`reads`, `rows` and `ends` of `Asked` where `count` reads want the same head rows."""
+    each = len(rows)
+    reads, again = np.empty(each * count, np.int32), np.empty(each * count, np.int32)
+    ends = np.empty(count, np.int32)
+    for read in range(count):
+        for i in range(each):
+            reads[read * each + i], again[read * each + i] = read, rows[i]
+        ends[read] = (read + 1) * each
+    return reads, again, ends
 
 
 @dataclass(frozen=True)
@@ -31,13 +45,7 @@ class Asked:
         """Of a round's reads, in their order."""
         same = reads[0].head_rows if reads else None
         if same is not None and all(read.head_rows is same for read in reads):
-            each, count = len(same), len(reads)
-            if count == 1:
-                return cls(np.zeros(each, np.int32), same, np.array([each], np.int32), False)
-            numbers = np.repeat(np.arange(count, dtype=np.int32), each)
-            ends = np.arange(each, each * count + 1, each, dtype=np.int32)
-            again = np.concatenate([same] * count, dtype=np.int32)  # np.tile takes five times that
-            return cls(numbers, again, ends, False)
+            return cls(*for_each(same, len(reads)), False)
         rows = [np.zeros(0, np.int32) if r.head_rows is None else r.head_rows for r in reads]
         counts = [len(r) for r in rows]
         return cls(

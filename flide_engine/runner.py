@@ -14,7 +14,7 @@ from flide_engine.executor import Executor, Pending
 from flide_engine.layout.plan import Anchor, Mark
 from flide_engine.layout.stream import Fork, Job, lay_out
 from flide_engine.layout.tree import build_forest
-from flide_engine.readout import Asked
+from flide_engine.readout import Asked, for_each
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Runner:
 
 
 def _compile_loops() -> None:
-    """Lays out a small round, so that no request waits for the compiler."""
+    """Puts a small round together, so that no request waits for the compiler."""
     text, numbers = np.zeros(GRAIN + 1, np.int32), np.zeros(1, np.int32)
     lay_out([Job(build_forest([text]), marks=(Mark(0, GRAIN),))]).bind(numbers, numbers)
+    for_each(numbers, 1)
