@@ -173,6 +173,13 @@ def _untouched(count: int, grid: Ints, room: NDArray[np.int64]) -> Ints:
 
 
 @compiled
+def _empty(runs: Ints, grid: Ints, room: NDArray[np.int64]) -> None:
+    """These hold nothing any more."""
+    for row in runs:
+        grid[row], room[row] = _FREE, grid.shape[1]
+
+
+@compiled
 def _vacate(pages: Ints, grid: Ints, room: NDArray[np.int64], places: Ints) -> None:
     """Their units are free again."""
     for page in pages:
@@ -215,6 +222,7 @@ class Arena:
         # compiles now what a round would wait for
         _settle(_NOTHING, self._grid, self._room, self.places)
         _untouched(0, self._grid, self._room)
+        _empty(_NOTHING, self._grid, self._room)
         _vacate(_NOTHING, self._grid, self._room, self.places)
         for change in (_give, _hold, _let_go):
             change(_NOTHING, _NOTHING)
@@ -281,4 +289,4 @@ class Arena:
         self._names += pages.tolist()
 
     def _slots_left(self, slots: Ints) -> None:
-        self._grid[slots], self._room[slots] = _FREE, self.run
+        _empty(slots, self._grid, self._room)
