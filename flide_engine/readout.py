@@ -15,6 +15,15 @@ Floats = NDArray[np.float32]
 
 
 @compiled
+def _all_finite(values: Floats) -> bool:
+    """Whether all of a vector's are; what it adds up to, each times nothing, says so at once."""
+    total = np.float32(0.0)
+    for value in values:
+        total += value * np.float32(0.0)
+    return bool(total == 0.0)
+
+
+@compiled
 def for_each(rows: Ints, count: int) -> tuple[Ints, Ints, Ints]:
     """`reads`, `rows` and `ends` of `Asked` where `count` reads want the same head rows."""
     each = len(rows)
@@ -78,7 +87,7 @@ class Asked:
 
 def is_finite(logits: Floats, hidden: Floats | None) -> bool:
     """Whether all of a round's logits and vectors are."""
-    return bool(np.isfinite(logits).all() and (hidden is None or np.isfinite(hidden).all()))
+    return _all_finite(logits) and (hidden is None or bool(np.isfinite(hidden).all()))
 
 
 def not_finite(reads: Sequence[Read], values: Sequence[Floats]) -> list[str]:

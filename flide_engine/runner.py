@@ -13,8 +13,8 @@ from flide_engine.config import GRAIN
 from flide_engine.executor import Executor, Pending
 from flide_engine.layout.plan import Anchor, Mark
 from flide_engine.layout.stream import Fork, Job, lay_out
-from flide_engine.layout.tree import build_forest
-from flide_engine.readout import Asked, for_each
+from flide_engine.layout.tree import build_forest, common_prefix
+from flide_engine.readout import Asked, for_each, is_finite
 
 
 @dataclass(frozen=True)
@@ -73,3 +73,5 @@ def _compile_loops() -> None:
     text, numbers = np.zeros(GRAIN + 1, np.int32), np.zeros(1, np.int32)
     lay_out([Job(build_forest([text]), marks=(Mark(0, GRAIN),))]).bind(numbers, numbers)
     for_each(numbers, 1)
+    is_finite(np.zeros(1, np.float32), None)
+    common_prefix([text, text.copy()], 0, 1)

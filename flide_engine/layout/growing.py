@@ -44,6 +44,22 @@ def _by_token(flat: Ints, firsts: Ints, group: Ints, at: int) -> Ints:
 
 
 @compiled
+def alike(here: Ints, there: Ints) -> int:
+    """Tokens on which two vectors of one length agree from the start."""
+    at = 0
+    while at + STRIDE <= len(here):  # several at once, as none is looked at by itself
+        differ = 0
+        for j in range(STRIDE):
+            differ |= here[at + j] ^ there[at + j]
+        if differ != 0:
+            break
+        at += STRIDE
+    while at < len(here) and here[at] == there[at]:
+        at += 1
+    return at
+
+
+@compiled
 def _agreed(flat: Ints, firsts: Ints, sizes: Ints, group: Ints, since: int) -> int:
     """Tokens from place `since` on that all prompts of a group have in common, leaving each one of
     its own.
@@ -56,18 +72,7 @@ def _agreed(flat: Ints, firsts: Ints, sizes: Ints, group: Ints, since: int) -> i
         if stop <= since:
             return 0
         other = firsts[group[i]]
-        here, there = flat[first + since : first + stop], flat[other + since : other + stop]
-        at, differ = 0, 0
-        while at + STRIDE <= len(here):  # several at once, as none is looked at by itself
-            differ = 0
-            for j in range(STRIDE):
-                differ |= here[at + j] ^ there[at + j]
-            if differ != 0:
-                break
-            at += STRIDE
-        while at < len(here) and here[at] == there[at]:
-            at += 1
-        stop = since + at
+        stop = since + alike(flat[first + since : first + stop], flat[other + since : other + stop])
     return int(max(stop - since, 0))
 
 

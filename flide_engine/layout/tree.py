@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from flide_engine.layout.growing import grow
+from flide_engine.layout.growing import alike, grow
 from flide_engine.layout.plan import joined
 
 Tokens = NDArray[np.int32]
@@ -90,13 +90,13 @@ class Forest:
 
 
 def common_prefix(prompts: Sequence[Tokens], start: int, stop: int) -> int:
-    """Number of tokens from `start` on, and before `stop`, on which all prompts agree."""
+    """Number of tokens from `start` on, and before `stop`, which none is shorter than, on which all
+    prompts agree.
+    """
     first, end = prompts[0], stop
     for other in prompts[1:]:
         if other is not first:
-            differ = first[start:end] != other[start:end]
-            if len(differ) and differ[at := int(differ.argmax())]:
-                end = start + at
+            end = start + alike(first[start:end], other[start:end])
     return end - start
 
 
