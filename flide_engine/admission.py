@@ -71,8 +71,10 @@ class Forecast:
 
     def expected(self, *backlogs: Backlog) -> float:
         """New tokens of all that waits there."""
-        share = self.new_share
-        return sum(backlog.planned + share * backlog.unplanned for backlog in backlogs)
+        share, total = self.new_share, 0.0
+        for backlog in backlogs:
+            total += backlog.planned + share * backlog.unplanned
+        return total
 
     def drain_ms(self, unplanned: float) -> float:
         """Time until so many unplanned tokens less wait."""

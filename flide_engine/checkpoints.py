@@ -146,7 +146,7 @@ class Checkpoints:
             work.kept.append(checkpoint)
             if self._tiers is not None:
                 checkpoint.coming = self._tiers.last_arrival()  # it may share pages with one
-            self._pool.slots.retain(np.array([anchor.slot], np.int32))
+            self._pool.slots.retain_one(anchor.slot)
             self.version += 1
 
     def trust(self, work: RequestWork) -> None:

@@ -53,6 +53,8 @@ class Costs:
         """Milliseconds of work of that many tokens; more than a round's are full rounds and a
         rest.
         """
+        if 0 < tokens < self._lengths[-1]:
+            return self._one(tokens)
         full, rest = divmod(max(tokens, 0.0), self._lengths[-1])
         return full * self._ms[-1] + (self._one(rest) if rest else 0.0)
 
@@ -104,14 +106,20 @@ class Costs:
         ms = self._ms[at] = self._ms[at] * math.exp(gain * deviation)
         self._seen[at] += share
         for i in range(at + 1, len(self._ms)):
-            self._ms[i] = max(self._ms[i], ms)
-        for i in range(at):
-            self._ms[i] = min(self._ms[i], ms)
+            if self._ms[i] >= ms:
+                break
+            self._ms[i] = ms
+        for i in range(at - 1, -1, -1):
+            if self._ms[i] <= ms:
+                break
+            self._ms[i] = ms
 
     def _fill_in(self) -> None:
         """Lengths that were never seen cost what the nearest seen one makes likely."""
+        if all(self._seen):
+            return
         seen = [i for i, times in enumerate(self._seen) if times]
-        if not seen or len(seen) == len(self._seen):
+        if not seen:
             return
         for i, length in enumerate(self._lengths):
             if not self._seen[i]:

@@ -14,24 +14,26 @@ from torch import Tensor
 from flide_engine.kernels.stream import StreamTasks, StreamTensors
 from flide_engine.layout.buckets import ROWS_A_PROMPT
 from flide_engine.layout.plan import RoundPlan
-from flide_engine.layout.tasks import (
-    count_chunks,
-    stores_of,
-    write_chunks,
-    write_parts,
-    write_rows,
-    write_scans,
-    write_tiles,
-)
+from flide_engine.layout.tasks import copy_plan, write_queries, write_states
 from flide_engine.readout import Asked
 
 Ints = NDArray[np.int32]
 
 COPIED = (
     "cu_seqlens", "starts", "initial_slots", "chain_rows", "pages", "write_pages", "write_rows",
-    "read_rows",
+    "read_rows", "tokens", "positions", "label_reads", "label_rows", "counts",
 )  # fmt: skip
-"""Arrays of a plan that the device takes as they are."""
+"""Tables of what the device takes as it is, in the order in which `copy_plan` does."""
+
+STATES = (
+    "chunk_rows", "chunk_skips", "chunk_slots", "chunk_sources", "scans", "resumed", "counts",
+)  # fmt: skip
+QUERIES = (
+    "row_nodes", "row_taps", "tile_queries", "tile_nodes", "tile_ends", "tile_pages", "tile_parts",
+    "tile_sums", "read_tile_queries", "read_tile_nodes", "read_tile_ends", "read_tile_pages",
+    "read_tile_parts", "read_tile_sums", "counts",
+)  # fmt: skip
+"""Work lists, in the order in which `write_states` and `write_queries` take them."""
 
 PARTS_A_TILE = 16
 """Room for parts beyond the first, for each tile that may be cut."""
@@ -164,7 +166,10 @@ class Tables:
             views[name] = self._device[at : at + size].view(shape)
             at += -(-size // 4) * 4  # every array begins on 16 bytes
         self._views = hosts
-        self._every = np.arange(capacity.rows, dtype=np.int32)
+        self._lists = [
+            tuple(tuple(host[name] for name in names) for names in (COPIED, STATES, QUERIES))
+            for host in hosts
+        ]
         self.stream = _stream(views, capacity)
         self.label_reads, self.label_rows = views["label_reads"], views["label_rows"]
 
@@ -178,72 +183,22 @@ class Tables:
         most = self.capacity
         if plan.num_rows > most.rows or plan.num_nodes > most.nodes:
             return False
-        chunks = count_chunks(plan.cu_seqlens, plan.starts)
-        # a node's last chunk passes no state on but for a store, a node resumes from one slot
-        if chunks > most.chunks or chunks + len(plan.store_nodes) > most.passed:
-            return False
-        host, arrays = self.host, {name: getattr(plan, name) for name in COPIED}
-        arrays |= {
-            "tokens": plan.tokens[: plan.num_rows],
-            "positions": plan.positions[: plan.num_rows],
-            "label_reads": asked.reads,
-            "label_rows": asked.rows,
-        }
-        if any(len(array) > len(host[name]) for name, array in arrays.items()):
-            return False
-        for name, array in arrays.items():
-            host[name][: len(array)] = array
-        host["tokens"][plan.num_rows :] = 0
-        host["read_rows"][len(plan.read_rows) :] = 0
-        host["label_reads"][len(asked.reads) :] = -1
-        write_rows(
-            plan.cu_seqlens, plan.starts, plan.chain_rows, host["row_nodes"], host["row_taps"]
-        )
-        every = self._every[: plan.num_rows]
-        tiles = self._tiles("tile_", plan, every)
-        reads = self._tiles("read_tile_", plan, plan.read_rows)
-        if tiles < 0 or reads < 0:
-            return False
-        parts = self._parts("tile_", plan, every, tiles)
-        read_parts = self._parts("read_tile_", plan, plan.read_rows, reads)
-        if parts < 0 or read_parts < 0:
-            return False
-        scans, resumed = self._chunks(plan)
-        written = len(plan.write_pages)
-        host["counts"][:8] = (
-            chunks, tiles, reads, written, resumed, scans, parts, read_parts,
-        )  # fmt: skip
-        return True
-
-    def _tiles(self, prefix: str, plan: RoundPlan, rows: Ints) -> int:
-        every = rows is not plan.read_rows
-        order = rows if every else np.argsort(rows, kind="stable").astype(np.int32)
-        lists = (self.host[f"{prefix}{name}"] for name in ("queries", "nodes", "ends", "pages"))
-        return write_tiles(
-            rows, order, self.capacity.tile, self.capacity.turn,
-            plan.cu_seqlens, plan.starts, plan.parents, plan.page_lists, plan.page_list_ends,
-            *lists,
-        )  # fmt: skip
-
-    def _parts(self, prefix: str, plan: RoundPlan, rows: Ints, tiles: int) -> int:
-        host, most = self.host, self.capacity
-        if not most.split:
-            return 0
-        return write_parts(
-            tiles, most.split, most.sums, rows, host["row_nodes"], plan.cu_seqlens, plan.starts,
-            *(host[f"{prefix}{name}"] for name in ("queries", "parts", "sums")),
-        )  # fmt: skip
-
-    def _chunks(self, plan: RoundPlan) -> tuple[int, int]:
-        """Writes chunks and scans: how many scans there are, and states that are resumed from."""
-        host, firsts = self.host, np.empty(plan.num_nodes + 1, np.int32)
-        write_chunks(
-            plan.cu_seqlens, plan.starts, plan.chain_rows,
-            host["chunk_rows"], host["chunk_skips"], firsts,
-        )  # fmt: skip
-        return write_scans(
-            plan.starts, plan.initial_slots, stores_of(plan), firsts, host["chunk_slots"],
-            host["chunk_sources"], host["scans"], host["resumed"],
+        copied, states, queries = self._lists[self._turn]
+        return (
+            copy_plan(
+                plan.cu_seqlens, plan.starts, plan.initial_slots, plan.chain_rows, plan.pages,
+                plan.write_pages, plan.write_rows, plan.read_rows, plan.tokens, plan.positions,
+                asked.reads, asked.rows, *copied,
+            )
+            and write_states(
+                most.passed, plan.cu_seqlens, plan.starts, plan.initial_slots, plan.chain_rows,
+                plan.store_nodes, plan.store_positions, plan.store_slots, *states,
+            )
+            and write_queries(
+                most.tile, most.turn, most.split, most.sums, plan.cu_seqlens, plan.starts,
+                plan.parents, plan.chain_rows, plan.page_lists, plan.page_list_ends,
+                plan.read_rows, *queries,
+            )
         )  # fmt: skip
 
     def upload(self) -> None:

@@ -6,6 +6,7 @@ tree it runs is in the tables; the graph only fixes the most rows and nodes.
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -176,7 +177,8 @@ class Graphs:
         for capacity in sorted(capacities, key=lambda c: c.rows, reverse=True):
             self.buckets.insert(0, Bucket(model, state, capacity, example, pool))
             pool = pool or self.buckets[0].graph.pool()
-        self.lengths: Sequence[int] = sorted({c.rows for c in capacities})
+        self._rows = [b.tables.capacity.rows for b in self.buckets]
+        self.lengths: Sequence[int] = sorted(set(self._rows))
         torch.cuda.synchronize()
         log.info("captured %d graphs in %.1f s", len(self.buckets), time.monotonic() - began)
 
@@ -186,7 +188,8 @@ class Graphs:
 
     def fill(self, plan: RoundPlan, asked: Asked) -> Bucket | None:
         """The smallest bucket that holds a plan, filled with it; None if none does."""
-        return next((b for b in self.buckets if b.tables.fill(plan, asked)), None)
+        first = bisect_left(self._rows, plan.num_rows)
+        return next((b for b in self.buckets[first:] if b.tables.fill(plan, asked)), None)
 
     def start(self, plan: RoundPlan, asked: Asked) -> Replay:
         """See Executor."""

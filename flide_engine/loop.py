@@ -373,7 +373,8 @@ class RoundLoop:
                 self._scheduler.put_back([work])
             return
         self._checkpoints.trust(work)
-        work.log(log.debug, "computed, %d tokens reused; seconds: %s", work.reused, work.times)
+        if log.isEnabledFor(logging.DEBUG):  # each request passes here
+            work.log(log.debug, "computed, %d tokens reused; seconds: %s", work.reused, work.times)
         self._end(work, None)
         self._done(work)
         del self._out[work]  # it has all its values, whatever becomes of others

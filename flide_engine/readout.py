@@ -8,9 +8,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flide_engine.families.base import Read
+from flide_engine.layout.compiled import compiled
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
+
+
+@compiled
+def _all_finite(values: Floats) -> bool:
+    """Whether all of a vector's are; what it adds up to, each times nothing, says so at once."""
+    total = np.float32(0.0)
+    for value in values:
+        total += value * np.float32(0.0)
+    return bool(total == 0.0)
+
+
+@compiled
+def for_each(rows: Ints, count: int) -> tuple[Ints, Ints, Ints]:
+    """`reads`, `rows` and `ends` of `Asked` where `count` reads want the same head rows."""
+    each = len(rows)
+    reads, again = np.empty(each * count, np.int32), np.empty(each * count, np.int32)
+    ends = np.empty(count, np.int32)
+    for read in range(count):
+        for i in range(each):
+            reads[read * each + i], again[read * each + i] = read, rows[i]
+        ends[read] = (read + 1) * each
+    return reads, again, ends
 
 
 @dataclass(frozen=True)
@@ -31,10 +54,7 @@ class Asked:
         """Of a round's reads, in their order."""
         same = reads[0].head_rows if reads else None
         if same is not None and all(read.head_rows is same for read in reads):
-            each, count = len(same), len(reads)
-            numbers = np.repeat(np.arange(count, dtype=np.int32), each)
-            ends = np.arange(each, each * count + 1, each, dtype=np.int32)
-            return cls(numbers, np.tile(same, count), ends, False)
+            return cls(*for_each(same, len(reads)), False)
         rows = [np.zeros(0, np.int32) if r.head_rows is None else r.head_rows for r in reads]
         counts = [len(r) for r in rows]
         return cls(
@@ -67,7 +87,7 @@ class Asked:
 
 def is_finite(logits: Floats, hidden: Floats | None) -> bool:
     """Whether all of a round's logits and vectors are."""
-    return bool(np.isfinite(logits).all() and (hidden is None or np.isfinite(hidden).all()))
+    return _all_finite(logits) and (hidden is None or bool(np.isfinite(hidden).all()))
 
 
 def not_finite(reads: Sequence[Read], values: Sequence[Floats]) -> list[str]:

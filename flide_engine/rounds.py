@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from flide_engine.config import GRAIN
 from flide_engine.errors import NonFiniteOutput
+from flide_engine.families.base import Read
 from flide_engine.layout.plan import Mark
 from flide_engine.layout.stream import Job
 from flide_engine.layout.tree import Forest, build_forest
@@ -17,7 +18,7 @@ from flide_engine.runner import Started
 from flide_engine.work import RequestWork
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Piece:
     """One piece of a request, `index` into its replays."""
 
@@ -25,7 +26,7 @@ class Piece:
     index: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Place:
     """Where a piece's results are: rows `first` .. `first + count` of the round's reads.
 
@@ -72,16 +73,19 @@ def build_round(pieces: Sequence[Piece]) -> tuple[list[Job], list[Place], Asked]
     """The jobs of a round, each piece's place, and what is read of all."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, piece in enumerate(pieces):
-        groups.setdefault(_group(i, piece), []).append(i)
+        groups.setdefault(_group(i, piece) if len(pieces) > 1 else (), []).append(i)
     jobs: list[Job] = []
     places: dict[int, Place] = {}
+    reads: list[Read] = []
     first = 0
     for members in groups.values():
-        job, made, first = _job(len(jobs), [pieces[i] for i in members], first)
+        together = [pieces[i] for i in members]
+        job, made, first = _job(len(jobs), together, first)
         jobs.append(job)
         places.update(zip(members, made, strict=True))
-    in_order = (pieces[i] for i in sorted(places, key=lambda i: places[i].first))
-    reads = [p.work.rendered.reads[i] for p in in_order for i in p.work.reads(p.index)]
+        for piece in together:
+            asked = piece.work.rendered.reads
+            reads += [asked[i] for i in piece.work.reads(piece.index)]
     return jobs, [places[i] for i in range(len(pieces))], Asked.of(reads)
 
 

@@ -11,10 +11,10 @@ import numpy as np
 from flide_engine.cache.pool import Accounting, Pool
 from flide_engine.config import GRAIN
 from flide_engine.executor import Executor, Pending
-from flide_engine.layout.plan import Anchor, Ints, Mark
+from flide_engine.layout.plan import Anchor, Mark
 from flide_engine.layout.stream import Fork, Job, lay_out
-from flide_engine.layout.tree import build_forest
-from flide_engine.readout import Asked
+from flide_engine.layout.tree import build_forest, common_prefix
+from flide_engine.readout import Asked, for_each, is_finite
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Runner:
     def hold(self, anchor: Anchor) -> None:
         """One more holder of a checkpoint, who will `drop` it."""
         self._pool.pages.retain(anchor.pages)
-        self._pool.slots.retain(_slot(anchor))
+        self._pool.slots.retain_one(anchor.slot)
 
     def drop(self, anchor: Anchor) -> None:
         """Gives up a checkpoint; its pages and slot are free once nobody else holds them."""
         self._pool.pages.release(anchor.pages)
-        self._pool.slots.release(_slot(anchor))
+        self._pool.slots.release_one(anchor.slot)
 
     def accounting(self) -> Accounting:
         """Bytes of the pool held and in all."""
@@ -69,10 +69,9 @@ class Runner:
 
 
 def _compile_loops() -> None:
-    """Lays out a small round, so that no request waits for the compiler."""
+    """Puts a small round together, so that no request waits for the compiler."""
     text, numbers = np.zeros(GRAIN + 1, np.int32), np.zeros(1, np.int32)
     lay_out([Job(build_forest([text]), marks=(Mark(0, GRAIN),))]).bind(numbers, numbers)
-
-
-def _slot(anchor: Anchor) -> Ints:
-    return np.array([anchor.slot], np.int32)
+    for_each(numbers, 1)
+    is_finite(np.zeros(1, np.float32), None)
+    common_prefix([text, text.copy()], 0, 1)

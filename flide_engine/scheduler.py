@@ -66,7 +66,7 @@ class Scheduler(Generic[W]):
         self._ticks, self._firsts, self._now = itertools.count(), itertools.count(-1, -1), 0.0
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues))
+        return len(self._interactive) + len(self._batch) + len(self._longs)
 
     def __iter__(self) -> Iterator[W]:
         return (entry.work for queue in self._queues for entry in queue)
@@ -221,13 +221,13 @@ class Scheduler(Generic[W]):
             heapq.heappush(self._deadlines, (entry.work.deadline, next(self._ticks), entry))
         if queue is self._batch:
             self._ages.append(entry)
-        # what left holds its request in memory until it is cleared out of here
-        if len(self._deadlines) > _MANY_DEAD + 2 * len(self):
+        most = _MANY_DEAD + 2 * len(self)  # what left holds its request in memory while it is here
+        if len(self._deadlines) > most:
             self._deadlines = [item for item in self._deadlines if item[2].queue is not None]
             heapq.heapify(self._deadlines)
-        if len(self._sweep) > _MANY_DEAD + 2 * len(self):
+        if len(self._sweep) > most:
             self._sweep = deque(entry for entry in self._sweep if entry.queue is not None)
-        if len(self._ages) > _MANY_DEAD + 2 * len(self):
+        if len(self._ages) > most:
             self._ages = deque(entry for entry in self._ages if entry.queue is self._batch)
 
     def _no_longer_out(self, work: W) -> Entry[W]:

@@ -137,13 +137,18 @@ class RequestWork:
         """New tokens of the next step; all of them until it is planned."""
         if not self.steps:
             return self.rendered.input_tokens
-        return sum(self.replays[i].tokens for i in self.steps[self.at])
+        step = self.steps[self.at]
+        if len(step) == 1:
+            return self.replays[step[0]].tokens
+        return sum(self.replays[i].tokens for i in step)
 
     @property
     def waiting_tokens(self) -> int:
         """New tokens of all steps to come."""
         if not self.steps:
             return self.rendered.input_tokens
+        if len(self.replays) == 1:
+            return 0 if self.at else self.replays[0].tokens
         return sum(self.replays[i].tokens for step in self.steps[self.at :] for i in step)
 
     @property
@@ -248,6 +253,8 @@ class RequestWork:
 
     def spent_anchors(self) -> list[Anchor]:
         """Checkpoints that no piece to come resumes from; they are the caller's to drop."""
+        if not self.anchors:
+            return []
         needed = {self.replays[i].resumes for step in self.steps[self.at :] for i in step}
         return [self.anchors.pop(i) for i in list(self.anchors) if i not in needed]
 

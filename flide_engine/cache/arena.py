@@ -25,6 +25,17 @@ _NOTHING = np.zeros(0, np.int32)
 
 
 @compiled
+def _give(counts: Ints, numbers: Ints) -> bool:
+    """A first holder for each number; False, changing nothing, if one has one."""
+    for n in numbers:
+        if counts[n] != 0:
+            return False
+    for n in numbers:
+        counts[n] = 1
+    return True
+
+
+@compiled
 def _hold(counts: Ints, numbers: Ints) -> bool:
     """One holder more for each number; False, changing nothing, if one had none."""
     for n in numbers:
@@ -61,14 +72,29 @@ class Held:
 
     def give(self, numbers: Ints) -> None:
         """A first holder for each number; none may have one."""
-        assert not self.counts[numbers].any(), f"gave {self.kind} that are held"
-        self.counts[numbers] = 1
-        self.held += len(numbers)
+        if len(numbers):
+            were_free = _give(self.counts, numbers)
+            assert were_free, f"gave {self.kind} that are held"
+            self.held += len(numbers)
 
     def retain(self, numbers: Ints) -> None:
         """One more holder for each number; all must be held already."""
+        if not len(numbers):
+            return
         were_held = _hold(self.counts, numbers)
         assert were_held, f"retained free {self.kind}"
+
+    def retain_one(self, number: int) -> None:
+        """As `retain` of one number."""
+        assert self.counts[number] > 0, f"retained free {self.kind}"
+        self.counts[number] += 1
+
+    def release_one(self, number: int) -> None:
+        """As `release` of one number."""
+        if self.counts[number] > 1:
+            self.counts[number] -= 1
+        else:
+            self.release(np.array([number], np.int32))
 
     def release(self, numbers: Ints) -> None:
         """One holder less for each number; those without a holder are free again."""
@@ -131,6 +157,38 @@ def _settle(pages: Ints, grid: Ints, room: NDArray[np.int64], places: Ints) -> I
     return units
 
 
+@compiled
+def _untouched(count: int, grid: Ints, room: NDArray[np.int64]) -> Ints:
+    """Takes the lowest runs that hold nothing: which, `count` of them or all that there are."""
+    runs = np.empty(count, np.int32)
+    found = 0
+    for row in range(len(room)):
+        if found == count:
+            break
+        if room[row] == grid.shape[1]:
+            grid[row], room[row] = _TAKEN, 0
+            runs[found] = row
+            found += 1
+    return runs[:found]
+
+
+@compiled
+def _empty(runs: Ints, grid: Ints, room: NDArray[np.int64]) -> None:
+    """These hold nothing any more."""
+    for row in runs:
+        grid[row], room[row] = _FREE, grid.shape[1]
+
+
+@compiled
+def _vacate(pages: Ints, grid: Ints, room: NDArray[np.int64], places: Ints) -> None:
+    """Their units are free again."""
+    for page in pages:
+        unit = places[page]
+        grid[unit // grid.shape[1], unit % grid.shape[1]] = _FREE
+        room[unit // grid.shape[1]] += 1
+        places[page] = -1
+
+
 class Taken(NamedTuple):
     """What `Arena.take` gives: numbers of pages and of slots, each held once, and moves to make
     before they are used: what is in units `sources` must be copied to `targets`, of which none is
@@ -141,6 +199,9 @@ class Taken(NamedTuple):
     slots: Ints
     sources: Ints
     targets: Ints
+
+
+_NONE_TAKEN = Taken(_NOTHING, _NOTHING, _NOTHING, _NOTHING)
 
 
 class Arena:
@@ -160,8 +221,11 @@ class Arena:
         self._room = (self._grid == _FREE).sum(1)
         # compiles now what a round would wait for
         _settle(_NOTHING, self._grid, self._room, self.places)
-        _hold(_NOTHING, _NOTHING)
-        _let_go(_NOTHING.copy(), _NOTHING.copy())
+        _untouched(0, self._grid, self._room)
+        _empty(_NOTHING, self._grid, self._room)
+        _vacate(_NOTHING, self._grid, self._room, self.places)
+        for change in (_give, _hold, _let_go):
+            change(_NOTHING, _NOTHING)
 
     @property
     def free(self) -> int:
@@ -177,6 +241,8 @@ class Arena:
 
         Raises PoolExhausted, taking and moving nothing, if they take more units than are free.
         """
+        if not pages and not slots:  # most rounds of one question
+            return _NONE_TAKEN
         needed = self.units_of(pages, slots)
         if needed > self.free:
             raise PoolExhausted("pages", needed, self.free, self.units)
@@ -196,8 +262,7 @@ class Arena:
         """
         if not count:
             return _NOTHING, _NOTHING, _NOTHING
-        runs = np.flatnonzero(self._room == self.run)[:count]
-        self._grid[runs], self._room[runs] = _TAKEN, 0
+        runs = _untouched(count, self._grid, self._room)
         if len(runs) < count:
             # at least as many runs have room as fit into the free units, the short row aside
             some = np.flatnonzero(self._room[: len(self.slots.counts)])
@@ -209,7 +274,7 @@ class Arena:
             self._grid[more], self._room[more] = _TAKEN, 0
             runs = np.concatenate([runs, more])
             return runs.astype(np.int32), moving, sources.astype(np.int32)
-        return runs.astype(np.int32), _NOTHING, _NOTHING
+        return runs, _NOTHING, _NOTHING
 
     def _settle(self, pages: Ints) -> Ints:
         """Gives each page a unit, in order: rows that hold pages already first, and high ones, so
@@ -220,11 +285,8 @@ class Arena:
         return _settle(pages, self._grid, self._room, self.places)
 
     def _pages_left(self, pages: Ints) -> None:
-        units = self.places[pages]
-        self._grid.reshape(-1)[units] = _FREE
-        np.add.at(self._room, units // self.run, 1)
-        self.places[pages] = -1
+        _vacate(pages, self._grid, self._room, self.places)
         self._names += pages.tolist()
 
     def _slots_left(self, slots: Ints) -> None:
-        self._grid[slots], self._room[slots] = _FREE, self.run
+        _empty(slots, self._grid, self._room)

@@ -4,8 +4,11 @@ a round waiting for a millisecond.
 
 import numpy as np
 
-from flide_engine.layout.compiled import compiled
+from flide_engine.layout.compiled import compiled, copy_into
 from flide_engine.layout.plan import Ints
+
+STRIDE = 32
+"""Tokens of two prompts that are compared at once."""
 
 
 @compiled
@@ -41,6 +44,22 @@ def _by_token(flat: Ints, firsts: Ints, group: Ints, at: int) -> Ints:
 
 
 @compiled
+def alike(here: Ints, there: Ints) -> int:
+    """Tokens on which two vectors of one length agree from the start."""
+    at = 0
+    while at + STRIDE <= len(here):  # several at once, as none is looked at by itself
+        differ = 0
+        for j in range(STRIDE):
+            differ |= here[at + j] ^ there[at + j]
+        if differ != 0:
+            break
+        at += STRIDE
+    while at < len(here) and here[at] == there[at]:
+        at += 1
+    return at
+
+
+@compiled
 def _agreed(flat: Ints, firsts: Ints, sizes: Ints, group: Ints, since: int) -> int:
     """Tokens from place `since` on that all prompts of a group have in common, leaving each one of
     its own.
@@ -50,12 +69,38 @@ def _agreed(flat: Ints, firsts: Ints, sizes: Ints, group: Ints, since: int) -> i
     for i in range(1, len(group)):
         stop = min(stop, sizes[group[i]] - 1)
     for i in range(1, len(group)):
+        if stop <= since:
+            return 0
         other = firsts[group[i]]
-        at = since
-        while at < stop and flat[first + at] == flat[other + at]:
-            at += 1
-        stop = at
+        stop = since + alike(flat[first + since : first + stop], flat[other + since : other + stop])
     return int(max(stop - since, 0))
+
+
+@compiled
+def _wait(waiting: Ints, top: int, low: int, high: int, parent: int, since: int, above: int) -> int:
+    """Puts a group on top of those to come; how many there are then."""
+    waiting[top, 0], waiting[top, 1], waiting[top, 2] = low, high, parent
+    waiting[top, 3], waiting[top, 4] = since, above
+    return top + 1
+
+
+@compiled
+def _tokens(
+    flat: Ints, firsts: Ints, head: Ints, shape: Ints, owners: Ints, base: int, rows: int
+) -> Ints:
+    """Tokens of the nodes of `shape` [3, N], one after the other, as many as `rows` in all. owners:
+    of each node, a prompt that has them; base: position of the first place.
+    """
+    tokens = np.empty(rows, np.int32)
+    at = 0
+    for n in range(shape.shape[1]):
+        low, high, first = shape[1, n] - base, shape[2, n] - base, firsts[owners[n]]
+        if low < 0:
+            copy_into(tokens[at:], head[len(head) + low :])
+            at, low = at - low, 0
+        copy_into(tokens[at:], flat[first + low : first + high])
+        at += high - low
+    return tokens
 
 
 @compiled
@@ -82,14 +127,12 @@ def grow(
     top, nodes, rows = 0, 0, 0
     base = start + len(head)
     if len(head):
-        waiting[0] = np.array([0, count, -1, 0, 0], np.int32)
-        top = 1
+        top = _wait(waiting, top, 0, count, -1, 0, 0)
     else:
         ends = _by_token(flat, firsts, perm, 0)
         for g in range(len(ends) - 1, -1, -1):
             low = ends[g - 1] if g else 0
-            waiting[top] = np.array([low, ends[g], -1, 0, 0], np.int32)
-            top += 1
+            top = _wait(waiting, top, low, ends[g], -1, 0, 0)
     while top:
         top -= 1
         low, high, parent, since, above = waiting[top]
@@ -114,12 +157,6 @@ def grow(
         ends = _by_token(flat, firsts, group, to)
         for g in range(len(ends) - 1, -1, -1):
             first = low + (ends[g - 1] if g else 0)
-            waiting[top] = np.array([first, low + ends[g], nodes - 1, to, above + 1], np.int32)
-            top += 1
-    tokens = np.empty(rows, np.int32)
-    at = 0
-    for n in range(nodes):
-        for place in range(shape[1, n] - base, shape[2, n] - base):
-            tokens[at] = head[place + len(head)] if place < 0 else flat[firsts[owners[n]] + place]
-            at += 1
+            top = _wait(waiting, top, first, low + ends[g], nodes - 1, to, above + 1)
+    tokens = _tokens(flat, firsts, head, shape[:, :nodes], owners, base, rows)
     return shape[0, :nodes].copy(), shape[1, :nodes].copy(), shape[2, :nodes].copy(), tokens, leaves

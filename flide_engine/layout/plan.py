@@ -4,12 +4,28 @@ The reference kernels and the GPU kernels take the same plan. Launch shapes foll
 only; the tree lives in these arrays.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
+
+
+def joined(arrays: Sequence[Ints]) -> Ints:
+    """int32 vectors one after the other; a lone one as it is. Faster than `np.concatenate`, which
+    also gives up the interpreter's lock for each long one of them. Raises TypeError where they are
+    not of int32.
+    """
+    if len(arrays) == 1:
+        return arrays[0]
+    flat = np.frombuffer(bytearray().join(arrays), np.int32)  # type: ignore[arg-type]
+    if len(flat) != sum(map(len, arrays)):
+        raise TypeError("arrays to join are not of int32")
+    return flat
+
 
 CHAIN_COLUMNS = 66
 """Columns of `chain_rows`: positions F-3 .. F+62, the most that may lie before a node."""
@@ -89,8 +105,7 @@ class Anchor:
     pages: Ints
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """A checkpoint to take: the chain that ends in `node`, at `position` (see
     RoundPlan.store_positions).
     """

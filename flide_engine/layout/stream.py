@@ -6,21 +6,14 @@ Two steps, so that this stays pure: `lay_out` counts in pages and slots of the r
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from flide_engine.config import GRAIN
-from flide_engine.layout.lookups import (
-    NO_SLOT,
-    Anchors,
-    Stream,
-    arrange,
-    look_up,
-    put_numbers,
-    write_rows_of,
-)
-from flide_engine.layout.plan import Anchor, Ints, Mark, RoundPlan
+from flide_engine.layout.lookups import NO_SLOT
+from flide_engine.layout.packed import PARTS, SHAPES, bind_numbers, plan_round
+from flide_engine.layout.plan import Anchor, Ints, Mark, RoundPlan, joined
 from flide_engine.layout.tree import Forest, Node
 
 Fork = Literal["token", "grain"]
@@ -43,18 +36,15 @@ class Job:
 class Layout:
     """A plan whose new pages and slots still have the round's own numbers.
 
-    num_pages, num_slots: how many the round needs. arrays: the plan's fields; pages and slots of
-    anchors have the pool's numbers, new ones are coded -1 - number. marks: of each job, the
-    position of each mark; mark_slots, mark_pages: what they will have, one after the other, coded
-    alike.
+    num_pages, num_slots: how many the round needs. marks: of each job, the position of each mark.
+    packed, ends: what `plan_round` gave.
     """
 
     num_pages: int
     num_slots: int
-    arrays: dict[str, Any]
     marks: tuple[tuple[int, ...], ...]
-    mark_slots: Ints
-    mark_pages: Ints
+    packed: Ints
+    ends: Ints
 
     def bind(
         self, pages: Ints, slots: Ints, places: Ints | None = None
@@ -65,25 +55,32 @@ class Layout:
         places: where the page of each number is in memory now, which is what the plan then says;
         the checkpoints keep the numbers.
         """
-        listed = put_numbers(self.arrays["pages"], pages)
+        moved = _NOTHING if places is None else places
+        bound = bind_numbers(self.packed, self.ends, pages, slots, moved)
+        arrays, at = {}, 0
+        ends = self.ends.tolist()
+        for name, end in zip(PARTS, ends, strict=False):
+            arrays[name] = self.packed[at:end]
+            at = end
+        for name, shape in SHAPES:
+            arrays[name] = arrays[name].reshape(shape)
+        nodes, lists, mark_slots, mark_pages = (end - at for end in ends[len(PARTS) :])
         plan = RoundPlan(
-            **self.arrays
-            | {
-                "pages": listed if places is None else places[listed],
-                "write_pages": pages if places is None else places[pages],
-                "store_slots": slots,
-                "initial_slots": put_numbers(self.arrays["initial_slots"], slots),
-            }
+            num_rows=len(arrays["tokens"]),
+            initial_slots=bound[:nodes],
+            pages=bound[nodes:lists],
+            write_pages=bound[mark_pages:],
+            store_slots=slots,
+            **arrays,
         )
-        if not len(self.mark_slots):
+        if mark_slots == lists:
             return plan, tuple(() for _ in self.marks)
-        bound = iter(put_numbers(self.mark_slots, slots).tolist())
-        listed, at = put_numbers(self.mark_pages, pages), 0
+        states, at = iter(bound[lists:mark_slots].tolist()), mark_slots
         anchors = []
         for marks in self.marks:
             own = []
             for position in marks:
-                own.append(Anchor(position, next(bound), listed[at : at + position // GRAIN]))
+                own.append(Anchor(position, next(states), bound[at : at + position // GRAIN]))
                 at += position // GRAIN
             anchors.append(tuple(own))
         return plan, tuple(anchors)
@@ -105,25 +102,6 @@ def _at_grains(forest: Forest) -> Forest:
     return Forest.of(moved, forest.leaves.tolist())
 
 
-def _joined(forests: Sequence[Forest]) -> tuple[Ints, Ints, list[int]]:
-    """Parent, start, end and forest of all nodes [4, N], their tokens one after the other, and the
-    first node of each forest.
-    """
-    offsets, nodes = [], 0
-    for forest in forests:
-        offsets.append(nodes)
-        nodes += len(forest.starts)
-    given = np.empty((4, nodes), np.int32)
-    for number, (forest, low) in enumerate(zip(forests, offsets, strict=True)):
-        here = given[:, low : low + len(forest.starts)]
-        here[0], here[1], here[2], here[3] = forest.parents, forest.starts, forest.ends, number
-        if low:
-            here[0, forest.parents >= 0] += low
-    if len(forests) == 1:
-        return given, forests[0].tokens, offsets
-    return given, np.concatenate([forest.tokens for forest in forests]), offsets
-
-
 def lay_out(jobs: Sequence[Job], fork: Fork = "token") -> Layout:
     """The stream of `jobs`, nodes ordered by dependency level.
 
@@ -134,64 +112,41 @@ def lay_out(jobs: Sequence[Job], fork: Fork = "token") -> Layout:
     start where its checkpoint ends.
     """
     forests = [_at_grains(job.forest) if fork == "grain" else job.forest for job in jobs]
-    given, texts, offsets = _joined(forests)
-    anchors = _anchors(jobs)
-    stream = Stream(*arrange(given[0], given[1], given[2], given[3], anchors.positions))
-    places, cu_seqlens = stream.places, stream.cu_seqlens
-    marks = [
-        (o + m.node, m.position) for o, job in zip(offsets, jobs, strict=True) for m in job.marks
-    ]
-    for node, position in marks:
-        _check_mark(int(given[1, node]), int(given[2, node]), position)
-    marked = np.array(marks, np.int32).reshape(-1, 2)
-    arrays = look_up(
-        stream.nodes, anchors, places[marked[:, 0]], np.ascontiguousarray(marked[:, 1])
-    )._asdict()
-    mark_slots, mark_pages = arrays.pop("mark_slots"), arrays.pop("mark_pages")
-    leaves = [
-        f.leaves + o for o, f, job in zip(offsets, forests, jobs, strict=True) if job.reads
-    ] or [_NOTHING]
-    rows = int(cu_seqlens[-1])
-    tokens, positions = np.empty((2, rows), np.int32)
-    write_rows_of(texts, stream.order, stream.nodes.starts, cu_seqlens, tokens, positions)
-    arrays |= {
-        "num_rows": rows,
-        "cu_seqlens": cu_seqlens,
-        "starts": stream.nodes.starts,
-        "parents": stream.nodes.parents,
-        "level_ends": stream.level_ends,
-        "read_rows": cu_seqlens[places[np.concatenate(leaves)] + 1] - 1,
-        "tokens": tokens,
-        "positions": positions,
-    }
+    numbers, pages, marks = [], [], []
+    for at, (job, forest) in enumerate(zip(jobs, forests, strict=True)):
+        anchor, position, slot = job.anchor, 0, NO_SLOT
+        if anchor is not None:
+            position, slot = anchor.position, anchor.slot
+            pages.append(anchor.pages)
+        numbers.append((len(forest.starts), len(forest.leaves), job.reads, position, slot))
+        for mark in job.marks:
+            _check_mark(forest, mark)
+            marks.append((at, mark.node, mark.position))
+    packed, ends = plan_round(
+        np.array(numbers, np.int32),
+        joined([forest.parents for forest in forests]),
+        joined([forest.starts for forest in forests]),
+        joined([forest.ends for forest in forests]),
+        joined([forest.leaves for forest in forests]),
+        joined([forest.tokens for forest in forests]),
+        joined(pages) if pages else _NOTHING,
+        np.array(marks, np.int32) if marks else _NO_MARKS,
+    )
+    written, stored = PARTS.index("write_rows"), PARTS.index("store_nodes")
     return Layout(
-        len(arrays["write_rows"]),
-        len(arrays["store_nodes"]),
-        arrays,
+        int(ends[written] - ends[written - 1]) // GRAIN,
+        int(ends[stored] - ends[stored - 1]),
         tuple(tuple(m.position for m in job.marks) for job in jobs),
-        mark_slots,
-        mark_pages,
+        packed,
+        ends,
     )
 
 
-def _anchors(jobs: Sequence[Job]) -> Anchors:
-    positions: list[int] = []
-    slots: list[int] = []
-    ends: list[int] = []
-    pages = [_NOTHING]
-    for job in jobs:
-        positions.append(job.anchor.position if job.anchor else 0)
-        slots.append(job.anchor.slot if job.anchor else NO_SLOT)
-        if job.anchor:
-            pages.append(job.anchor.pages)
-        ends.append((ends[-1] if ends else 0) + positions[-1] // GRAIN)
-    numbers = np.array([positions, slots, ends], np.int32)
-    return Anchors(numbers[0], numbers[1], numbers[2], np.concatenate(pages))
-
-
 _NOTHING = np.zeros(0, np.int32)
+_NO_MARKS = np.zeros((0, 3), np.int32)
 
 
-def _check_mark(start: int, end: int, position: int) -> None:
+def _check_mark(forest: Forest, mark: Mark) -> None:
+    start, end, position = forest.starts[mark.node], forest.ends[mark.node], mark.position
     if position % GRAIN or not start < position <= end:
         raise ValueError(f"no checkpoint at {position} in a node of positions {start} to {end}")

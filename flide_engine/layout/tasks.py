@@ -2,14 +2,15 @@
 
 The kernels walk these lists with a fixed number of programs, so empty slots cost nothing and launch
 shapes do not depend on the tree. Written in place by compiled loops: a round waits for them, and as
-array operations they took 250 us of a 2 ms round.
+array operations they took 250 us of a 2 ms round. `copy_plan`, `write_states` and `write_queries`
+are what a bucket calls; each does much, as a call costs as much as most of these loops.
 """
 
 import numpy as np
 
 from flide_engine.config import GRAIN
-from flide_engine.layout.compiled import compiled
-from flide_engine.layout.plan import NOWHERE, Ints, RoundPlan
+from flide_engine.layout.compiled import compiled, copy_into
+from flide_engine.layout.plan import NOWHERE, Ints
 
 
 @compiled
@@ -101,6 +102,14 @@ def write_scans(
 
 
 @compiled
+def _node_of(row: int, node: int, cu_seqlens: Ints) -> int:
+    """The node of a row, which is this one or a later one's."""
+    while row >= cu_seqlens[node + 1]:
+        node += 1
+    return node
+
+
+@compiled
 def write_tiles(
     rows: Ints, order: Ints, tile: int, turn: int, cu_seqlens: Ints, starts: Ints, parents: Ints,
     page_lists: Ints, page_list_ends: Ints,
@@ -120,22 +129,26 @@ def write_tiles(
     begins = np.empty(total + 1, np.int32)
     first = np.empty(total, np.int32)
     cost = np.empty(total, np.int32)
-    count, node, size = 0, 0, tile
-    for i in range(total):
-        row = rows[order[i]]
-        before = node
-        while row >= cu_seqlens[node + 1]:
-            node += 1
-        same = i > 0 and (
-            page_lists[node] == page_lists[before]
-            and starts[node] == starts[before]
-            and parents[node] == parents[before]
-        )
-        if size == tile or not same:
-            begins[count], first[count], size = i, node, 0
-            count += 1
-        size += 1
-        cost[count - 1] = starts[node] + row - cu_seqlens[node]
+    count, node, i = 0, 0, 0
+    while i < total:
+        node = _node_of(rows[order[i]], node, cu_seqlens)
+        begins[count], first[count] = i, node
+        stop = min(i + tile, total)
+        while rows[order[stop - 1]] >= cu_seqlens[node + 1]:  # not all are this node's
+            while rows[order[i]] < cu_seqlens[node + 1]:
+                i += 1
+            other = _node_of(rows[order[i]], node, cu_seqlens)
+            if not (
+                page_lists[other] == page_lists[node]
+                and starts[other] == starts[node]
+                and parents[other] == parents[node]
+            ):
+                stop = i
+                break
+            node = other
+        i = stop
+        cost[count] = starts[node] + rows[order[i - 1]] - cu_seqlens[node]
+        count += 1
     begins[count] = total
     if count > len(queries):
         return -1
@@ -147,12 +160,10 @@ def write_tiles(
             place = around + turn - 1 - (a - around)
         t = falling[a]
         low, high = begins[t], begins[t + 1]
-        for j in range(tile):
-            queries[place, j] = order[low + j] if low + j < high else -1
+        copy_into(queries[place], order[low:high])
+        queries[place, high - low :] = -1
         head, last = first[t], rows[order[high - 1]]
-        tail_node = head
-        while last >= cu_seqlens[tail_node + 1]:
-            tail_node += 1
+        tail_node = _node_of(last, head, cu_seqlens)
         nodes[place, 0], nodes[place, 1] = head, tail_node
         seen = rows[order[low]] - cu_seqlens[head] + starts[head] % GRAIN + 1
         ends[place, 0], ends[place, 1] = last, seen // GRAIN if head == tail_node else 0
@@ -199,7 +210,7 @@ def write_parts(
 
 
 @compiled
-def write_rows(
+def write_row_taps(
     cu_seqlens: Ints, starts: Ints, chain_rows: Ints, row_nodes: Ints, row_taps: Ints
 ) -> None:
     """Node of each row, -1 for padding; and the three positions before each row's [T, 3], coded as
@@ -207,18 +218,134 @@ def write_rows(
     """
     for n in range(len(starts)):
         low, tail = cu_seqlens[n], starts[n] % GRAIN
-        for row in range(low, cu_seqlens[n + 1]):
-            row_nodes[row] = n
+        row_nodes[low : cu_seqlens[n + 1]] = n
+        taps = row_taps[low : cu_seqlens[n + 1]]
+        for i in range(min(3, len(taps))):
             for tap in range(3):
-                place = row - low + tap - 3
-                row_taps[row, tap] = low + place if place >= 0 else chain_rows[n, tail + 3 + place]
+                back = 3 - i - tap  # how far before the node
+                taps[i, tap] = low - back if back <= 0 else chain_rows[n, tail + 3 - back]
+        for i in range(3, len(taps)):
+            taps[i, 0], taps[i, 1], taps[i, 2] = low + i - 3, low + i - 2, low + i - 1
     row_nodes[cu_seqlens[-1] :] = -1
     row_taps[cu_seqlens[-1] :] = NOWHERE
 
 
-def stores_of(plan: RoundPlan) -> Ints:
-    """[M, 3]: node, position and slot of each store of a plan."""
-    stores = np.empty((len(plan.store_nodes), 3), np.int32)
-    stores[:, 0], stores[:, 1] = plan.store_nodes, plan.store_positions
-    stores[:, 2] = plan.store_slots
-    return stores
+@compiled
+def copy_plan(
+    cu_seqlens: Ints, starts: Ints, initial_slots: Ints, chain_rows: Ints, pages: Ints,
+    write_pages: Ints, write_rows: Ints, read_rows: Ints, tokens: Ints, positions: Ints,
+    label_reads: Ints, label_rows: Ints, to_cu_seqlens: Ints, to_starts: Ints,
+    to_initial_slots: Ints, to_chain_rows: Ints, to_pages: Ints, to_write_pages: Ints,
+    to_write_rows: Ints, to_read_rows: Ints, to_tokens: Ints, to_positions: Ints,
+    to_label_reads: Ints, to_label_rows: Ints, counts: Ints,
+) -> bool:  # fmt: skip
+    """Copies a plan and what is asked to where there is room, or returns False. Rows of padding
+    hold token 0, reads of padding row 0, and products of padding read -1. counts: see
+    `StreamTasks`.
+    """
+    nodes, rows, reads, labels = len(starts), cu_seqlens[-1], len(read_rows), len(label_reads)
+    listed, written = len(pages), len(write_pages)
+    if nodes > len(to_starts) or rows > len(to_tokens) or labels > len(to_label_reads):
+        return False
+    if reads > len(to_read_rows) or listed > len(to_pages) or written > len(to_write_pages):
+        return False
+    copy_into(to_cu_seqlens, cu_seqlens)
+    copy_into(to_starts, starts)
+    copy_into(to_initial_slots, initial_slots)
+    copy_into(to_chain_rows.reshape(-1), chain_rows.reshape(-1))
+    copy_into(to_pages, pages)
+    copy_into(to_write_pages, write_pages)
+    copy_into(to_write_rows.reshape(-1), write_rows.reshape(-1))
+    copy_into(to_read_rows, read_rows)
+    to_read_rows[reads:] = 0
+    copy_into(to_tokens, tokens[:rows])
+    to_tokens[rows:] = 0
+    copy_into(to_positions, positions[:rows])
+    copy_into(to_label_reads, label_reads)
+    to_label_reads[labels:] = -1
+    copy_into(to_label_rows, label_rows)
+    counts[3] = written
+    return True
+
+
+@compiled
+def write_states(
+    most_passed: int, cu_seqlens: Ints, starts: Ints, initial_slots: Ints, chain_rows: Ints,
+    store_nodes: Ints, store_positions: Ints, store_slots: Ints,
+    chunk_rows: Ints, chunk_skips: Ints, chunk_slots: Ints, chunk_sources: Ints,
+    scans: Ints, resumed: Ints, counts: Ints,
+) -> bool:  # fmt: skip
+    """What becomes of states: `write_chunks` and `write_scans`, and how many there are of each.
+    False if there is no room for them.
+
+    most_passed: room for states that the scans pass on. counts: see `StreamTasks`.
+    """
+    chunks = count_chunks(cu_seqlens, starts)
+    # a node's last chunk passes no state on but for a store, a node resumes from one slot
+    if chunks > len(chunk_rows) or chunks + len(store_nodes) > most_passed:
+        return False
+    firsts = np.empty(len(starts) + 1, np.int32)
+    write_chunks(cu_seqlens, starts, chain_rows, chunk_rows, chunk_skips, firsts)
+    stores = np.empty((len(store_nodes), 3), np.int32)
+    for m in range(len(stores)):
+        stores[m, 0], stores[m, 1] = store_nodes[m], store_positions[m]
+        stores[m, 2] = store_slots[m]
+    runs, begun = write_scans(
+        starts, initial_slots, stores, firsts, chunk_slots, chunk_sources, scans, resumed
+    )
+    counts[0], counts[4], counts[5] = chunks, begun, runs
+    return True
+
+
+@compiled
+def _ascending(rows: Ints) -> Ints:
+    """The order that sorts rows, found by insertion: they come sorted but for few, if any."""
+    order = np.empty(len(rows), np.int32)
+    for i in range(len(rows)):
+        j = i
+        while j > 0 and rows[order[j - 1]] > rows[i]:
+            order[j] = order[j - 1]
+            j -= 1
+        order[j] = i
+    return order
+
+
+@compiled
+def write_queries(
+    tile: int, turn: int, split: int, most_sums: int, cu_seqlens: Ints, starts: Ints,
+    parents: Ints, chain_rows: Ints, page_lists: Ints, page_list_ends: Ints, read_rows: Ints,
+    row_nodes: Ints, row_taps: Ints,
+    queries: Ints, nodes: Ints, ends: Ints, pages: Ints, parts: Ints, sums: Ints,
+    read_queries: Ints, read_nodes: Ints, read_ends: Ints, read_pages: Ints, read_parts: Ints,
+    read_sums: Ints, counts: Ints,
+) -> bool:  # fmt: skip
+    """What rows look at: `write_row_taps`, and for all rows and for those read `write_tiles`, and
+    `write_parts` where keys are split. False if there is no room for them. counts: see
+    `StreamTasks`.
+    """
+    write_row_taps(cu_seqlens, starts, chain_rows, row_nodes, row_taps)
+    every = np.empty(cu_seqlens[-1], np.int32)
+    for i in range(len(every)):
+        every[i] = i
+    order = _ascending(read_rows)
+    all_tiles = write_tiles(
+        every, every, tile, turn, cu_seqlens, starts, parents, page_lists, page_list_ends,
+        queries, nodes, ends, pages,
+    )  # fmt: skip
+    read_tiles = write_tiles(
+        read_rows, order, tile, turn, cu_seqlens, starts, parents, page_lists, page_list_ends,
+        read_queries, read_nodes, read_ends, read_pages,
+    )  # fmt: skip
+    if all_tiles < 0 or read_tiles < 0:
+        return False
+    counts[1], counts[2] = all_tiles, read_tiles
+    counts[6], counts[7] = 0, 0
+    if split > 0:
+        counts[6] = write_parts(
+            all_tiles, split, most_sums, every, row_nodes, cu_seqlens, starts, queries, parts, sums
+        )
+        counts[7] = write_parts(
+            read_tiles, split, most_sums, read_rows, row_nodes, cu_seqlens, starts,
+            read_queries, read_parts, read_sums,
+        )  # fmt: skip
+    return bool(counts[6] >= 0 and counts[7] >= 0)

@@ -10,7 +10,8 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from flide_engine.layout.growing import grow
+from flide_engine.layout.growing import alike, grow
+from flide_engine.layout.plan import joined
 
 Tokens = NDArray[np.int32]
 
@@ -89,13 +90,13 @@ class Forest:
 
 
 def common_prefix(prompts: Sequence[Tokens], start: int, stop: int) -> int:
-    """Number of tokens from `start` on, and before `stop`, on which all prompts agree."""
+    """Number of tokens from `start` on, and before `stop`, which none is shorter than, on which all
+    prompts agree.
+    """
     first, end = prompts[0], stop
     for other in prompts[1:]:
         if other is not first:
-            differ = first[start:end] != other[start:end]
-            if len(differ) and differ[at := int(differ.argmax())]:
-                end = start + at
+            end = start + alike(first[start:end], other[start:end])
     return end - start
 
 
@@ -132,7 +133,7 @@ def build_forest(
     if sum(lengths) > (start + FLAT_TOKENS) * len(lengths):
         known = common_prefix(prompts, start, min(lengths) - 1)
     since = start + known
-    flat = np.concatenate([prompt[since:] for prompt in prompts])
+    flat = joined([prompt[since:] for prompt in prompts])
     ends = np.cumsum(np.array(lengths, np.int32) - since, dtype=np.int32)
     head = np.ascontiguousarray(prompts[0][start:since], np.int32)
     return Forest(*grow(flat, ends, start, head, min_saved, max_depth))

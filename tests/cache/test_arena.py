@@ -21,7 +21,11 @@ def units_of(arena: Arena, slot: int) -> range:
 @settings(deadline=None)  # the first example may compile
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["take", "retain", "release"]), st.integers(1, 5)), max_size=40
+        st.tuples(
+            st.sampled_from(["take", "retain", "release", "retain_one", "release_one"]),
+            st.integers(1, 5),
+        ),
+        max_size=40,
     )
 )
 def test_counts_follow_a_simple_model(steps: list[tuple[str, int]]) -> None:
@@ -40,6 +44,13 @@ def test_counts_follow_a_simple_model(steps: list[tuple[str, int]]) -> None:
         elif held and what == "retain":
             counted.retain(held[n % len(held)])
             held.append(held[n % len(held)])
+        elif held and what == "retain_one":
+            counted.retain_one(held[n % len(held)][0])
+            held.append(held[n % len(held)][:1])
+        elif held and what == "release_one":
+            counted.release_one(held[n % len(held)][0])
+            held[n % len(held)] = held[n % len(held)][1:]
+            held = [numbers for numbers in held if len(numbers)]
         elif held:
             counted.release(held.pop(n % len(held)))
         holders = np.zeros(8, np.int64)
@@ -173,4 +184,8 @@ def test_what_is_free_has_no_further_holder() -> None:
     held = counted.take(2)
     with pytest.raises(AssertionError, match="retained free pages"):
         counted.retain(np.append(held, held[-1] + 1).astype(np.int32))
+    with pytest.raises(AssertionError, match="retained free pages"):
+        counted.retain_one(int(held[-1]) + 1)
+    with pytest.raises(AssertionError, match="released free pages"):
+        counted.release_one(int(held[-1]) + 1)
     assert counted.counts[held].tolist() == [1, 1]

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flide_engine.layout import tree
+from flide_engine.layout.plan import joined
 from flide_engine.layout.tree import Node, Tokens, build_forest, common_prefix, group_by_token
 
 PROMPTS = st.lists(
@@ -82,11 +83,21 @@ def grown(prompts: list[Tokens], start: int, saved: int, most: int) -> list[tupl
     return [*found, tuple(leaves[i] for i in range(len(prompts)))]
 
 
-@given(PROMPTS, st.data(), st.sampled_from([1, 3, 64]), st.integers(1, 5), st.booleans())
+@given(
+    PROMPTS,
+    st.data(),
+    st.sampled_from([1, 3, 64]),
+    st.integers(1, 5),
+    st.booleans(),
+    st.sampled_from([1, 11, 31]),
+)
 def test_it_is_the_forest_of_the_recursion(
-    prompts: list[Tokens], data: st.DataObject, saved: int, most: int, apart: bool
+    prompts: list[Tokens], data: st.DataObject, saved: int, most: int, apart: bool, times: int
 ) -> None:
-    """Compiled, with prompts copied as they are or without what they all begin with."""
+    """Compiled, with prompts copied as they are or without what they all begin with; with so much
+    in common, where each token comes several times, that many are compared at once.
+    """
+    prompts = [np.repeat(prompt, times) for prompt in prompts]
     start = data.draw(st.integers(0, min(map(len, prompts)) - 1))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(tree, "FLAT_TOKENS", -1 if apart else 1 << 20)
@@ -112,6 +123,15 @@ def test_a_small_group_is_not_worth_a_node() -> None:
     prompts = [np.array(t, np.int32) for t in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 7])]
     assert len(build_forest(prompts).nodes) == 4
     assert len(build_forest(prompts, min_saved=3).nodes) == 5
+
+
+def test_what_is_joined_is_of_int32() -> None:
+    """As arrays of anything else are bytes that mean something else."""
+    arrays = [np.arange(3, dtype=np.int32), np.zeros(0, np.int32), np.array([7], np.int32)]
+    assert joined(arrays).tolist() == [0, 1, 2, 7]
+    assert joined(arrays).flags.writeable  # compiled for arrays that can be written
+    with pytest.raises(TypeError, match="int32"):
+        joined([*arrays, np.arange(2)])
 
 
 def test_a_prompt_with_nothing_after_the_start_is_refused() -> None:
