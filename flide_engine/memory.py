@@ -1,5 +1,6 @@
 """An engine's memory on its device: what it may take, what for, and what does not fit."""
 
+import gc
 import logging
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from flide_engine.layout.state_shape import StateShape
 
 log = logging.getLogger(__name__)
 
-WORK_SHARE, LEAST_WORK, MOST_WORK = 0.2, 4 << 30, 24 << 30
+WORK_SHARE, LEAST_WORK, MOST_WORK = 0.2, 5 << 30, 24 << 30
 """Part of an engine's memory on a card that graphs and work buffers may take; its bounds, bytes."""
 
 SPARE_STATES = 16
@@ -31,9 +32,13 @@ class Card:
 
     @classmethod
     def of(cls, device: torch.device) -> "Card | None":
-        """As it is now; None if the device is no GPU."""
+        """As it is now, once what engines before had in this process is given back; None if the
+        device is no GPU.
+        """
         if device.type != "cuda":
             return None
+        gc.collect()
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         return cls(total, free, torch.cuda.memory_reserved(device))
 
