@@ -171,9 +171,13 @@ class EngineReplica:
         finally:
             self._calls.ended()
         self._answered += 1
+        # once the answer is on its way
+        asyncio.get_running_loop().call_soon(self._tell, began_ns, answers, tenant)
+        return answers
+
+    def _tell(self, began_ns: int, answers: DecisionResponse, tenant: str) -> None:
         self._metrics.answered(answers, tenant)
         _trace(began_ns, answers)
-        return answers
 
     def _load(self) -> Load:
         told = self._engine.load()
