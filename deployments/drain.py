@@ -92,14 +92,18 @@ class Calls:
         """clock: seconds, monotonic."""
         self._clock = clock
         self._began = self._ended = clock()
+        self.under_way = 0
+        """How many are."""
 
     def began(self) -> None:
         """One came."""
         self._began = self._clock()
+        self.under_way += 1
 
     def ended(self) -> None:
         """One is over."""
         self._ended = self._clock()
+        self.under_way -= 1
 
     def spent_s(self) -> float:
         """At most so long ago Serve began to wait, if nothing is in flight.

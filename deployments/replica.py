@@ -37,6 +37,9 @@ from router.tracing import record_stages
 
 log = logging.getLogger("ray.serve")
 
+LEAST_BUSY = 0.01
+"""Share of its time that a replica with anything under way tells the autoscaler."""
+
 
 class EngineReplica:
     """Deployment `Engine`: enqueues, awaits, and never blocks its event loop."""
@@ -200,9 +203,12 @@ class EngineReplica:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve where the number of replicas follows the load."""
         load, counters = self._engine.load(), self._engine.counters()
-        return self._demand.told(
+        told = self._demand.told(
             counters.busy_seconds, load.wait_ms, load.refused_tokens, load.tokens_per_ms
         )
+        if self._calls.under_way:  # Serve sees none that came over a channel, nor is a round over
+            told["busy"] = max(told["busy"], LEAST_BUSY)
+        return told
 
     async def on_states(self, call: StateCall) -> Told:
         """An operation on a tenant's states; every replica is asked."""

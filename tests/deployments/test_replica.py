@@ -389,3 +389,23 @@ def test_what_the_autoscaler_is_told(replica: EngineReplica) -> None:
     assert all(isinstance(value, float) for value in told.values())
     assert told["agents"] == 1.0
     assert told["wait_ms"] == 4.0
+
+
+def test_a_replica_with_a_request_under_way_is_not_idle(replica: EngineReplica) -> None:
+    """Its round may be a long one, of which nothing is counted before it is over."""
+
+    async def busy() -> list[float]:
+        told = [(await replica.record_autoscaling_stats())["busy"]]  # what was before
+        told.append((await replica.record_autoscaling_stats())["busy"])
+        engine_of(replica).answers = False
+        call = asyncio.create_task(replica.decide(TYPED))
+        await asyncio.sleep(0)
+        told.append((await replica.record_autoscaling_stats())["busy"])
+        engine_of(replica).futures[-1].set_result(GOOD)
+        await call
+        return [*told, (await replica.record_autoscaling_stats())["busy"]]
+
+    before, idle, under_way, after = asyncio.run(busy())
+    assert before > 0
+    assert under_way > 0
+    assert idle == after == 0
