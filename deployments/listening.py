@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import logging
+import os
 import pickle
 import secrets
 from collections.abc import Awaitable, Callable
@@ -38,12 +39,19 @@ class Listener:
 
     async def open(self, host: str = "") -> dict[str, list[object]]:
         """Begins to listen at the node's address that its cluster knows it by; what is to be told
-        to the routers. host: another address.
+        to the routers: nothing where it cannot be bound, or Ray's own connections are encrypted,
+        which these are not. host: another address.
         """
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+            return {}
         host = host or ray.util.get_node_ip_address()
         if self._server is None:
             loop = asyncio.get_running_loop()
-            self._server = await loop.create_server(lambda: _Guest(self), host, 0)
+            try:
+                self._server = await loop.create_server(lambda: _Guest(self), host, 0)
+            except OSError as error:
+                log.warning("asked by handle only, as %s cannot be listened at: %s", host, error)
+                return {}
         port = self._server.sockets[0].getsockname()[1]
         return {LISTENS: [host, port, self._token]}
 
@@ -68,6 +76,10 @@ class Listener:
             self._server.close()
         for guest in list(self._guests):
             guest.transport.close()
+        for _ in range(100):  # what was said is on its way before the process ends
+            if not self._guests:
+                break
+            await asyncio.sleep(0.01)
 
     def joined(self, guest: "_Guest") -> None:
         """A Gateway has said the token."""
@@ -90,24 +102,24 @@ class Listener:
         return task
 
     async def _answer(self, guest: "_Guest", number: int, payload: bytes) -> None:
+        """Says an answer or a fault in any case but that nobody waits for one."""
         try:
             how, request = unpacked(payload)
             enter(how.pop("context"))
             how["route"] = route_from_json(how["route"])
             with under(how.pop("trace")):
                 told, replica, load = await self._decide(request, **how)
+            kind = Kind.ANSWER if isinstance(told, bytes) else Kind.FAULT
+            said = told if isinstance(told, bytes) else _pickled(told)
+            frame = packed({"replica": replica, "load": load}, said)
         except asyncio.CancelledError:
-            raise  # nobody waits for it
-        except BaseException as error:
+            guest.say(Kind.REFUSED, number)  # not its caller's doing, if it still waits
+            raise
+        except Exception as error:
             if not isinstance(error, FlideError):
                 log.exception("Request failed.")
-            guest.say(Kind.FAULT, number, *packed({"replica": "", "load": ()}, _pickled(error)))
-            return
-        more = {"replica": replica, "load": load}
-        if isinstance(told, bytes):
-            guest.say(Kind.ANSWER, number, *packed(more, told))
-        else:
-            guest.say(Kind.FAULT, number, *packed(more, _pickled(told)))
+            kind, frame = Kind.FAULT, packed({"replica": "", "load": ()}, _pickled(error))
+        guest.say(kind, number, *frame)
 
 
 def _pickled(error: BaseException) -> bytes:

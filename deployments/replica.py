@@ -174,13 +174,10 @@ class EngineReplica:
         finally:
             self._calls.ended()
         self._answered += 1
-        # once the answer is on its way
-        asyncio.get_running_loop().call_soon(self._tell, began_ns, answers, tenant)
-        return answers
-
-    def _tell(self, began_ns: int, answers: DecisionResponse, tenant: str) -> None:
-        self._metrics.answered(answers, tenant)
         _trace(began_ns, answers)
+        # once the answer is on its way
+        asyncio.get_running_loop().call_soon(self._metrics.answered, answers, tenant)
+        return answers
 
     def _load(self) -> Load:
         told = self._engine.load()
@@ -337,19 +334,22 @@ class EngineReplica:
 
     async def _leave(self) -> None:
         self._draining = True
+        spent_s, began = self._calls.spent_s(), time.monotonic()
         try:
             if self._listener is not None:  # Serve knows nothing of what came that way
-                await self._listener.leave(self._leaving.within_s)
-            ends = await leave(self._engine, self._leaving, self._calls.spent_s())
+                # the other half is for the hand-over
+                await self._listener.leave(max(0.0, self._leaving.within_s / 2 - spent_s))
+            spent_s += time.monotonic() - began
+            ends = await leave(self._engine, self._leaving, spent_s)
             for end, count in ends.items():
                 self._metrics.handed_over("given", end, count)
         except Exception:
             log.exception("checkpoints could not be handed over; their states are computed anew")
         finally:
-            self._metrics.count()
             await asyncio.to_thread(self._engine.close)
             if self._listener is not None:
                 await self._listener.close()
+            self._metrics.count()
 
 
 def fingerprint_of(engine: Any) -> Fingerprint:

@@ -43,15 +43,21 @@ class Ways:
     def __init__(self) -> None:
         self._routers: list[tuple[Any, Any]] = []
 
+    @property
+    def exist(self) -> bool:
+        """Whether there is any."""
+        return bool(self._routers)
+
     def add(self, router: Any) -> None:
         """One more, if it is new; called on its event loop."""
         if all(known is not router for known, _ in self._routers):
-            self._routers.append((router, asyncio.get_running_loop()))
+            alive = [(known, loop) for known, loop in self._routers if not loop.is_closed()]
+            self._routers = [*alive, (router, asyncio.get_running_loop())]
 
     def router_here(self) -> Any | None:
-        """The first one whose event loop is the running one: only there may it be asked."""
+        """The last one whose event loop is the running one: only there may it be asked."""
         here = asyncio.get_running_loop()
-        return next((router for router, loop in self._routers if loop is here), None)
+        return next((router for router, loop in reversed(self._routers) if loop is here), None)
 
 
 class Shared(NamedTuple):

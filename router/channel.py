@@ -10,6 +10,7 @@ has told no address or cannot be reached.
 """
 
 import asyncio
+import io
 import itertools
 import logging
 import pickle
@@ -32,13 +33,21 @@ CONNECT_S = 1.0
 AGAIN_AFTER_S = 5.0
 """How long one that could not be reached is asked by handle."""
 
-SILENT_S = 10.0
-"""After so many seconds without a sign of life while it is waited for, a replica is given up: a
-machine that is gone closes no connection.
+BEAT_S = 1.0
+"""Seconds between pings of a replica that is waited for: a machine that is gone closes nothing."""
+
+QUIET, SILENT = 2, 6
+"""Pings in a row without a sign of life after which a replica is asked nothing more this way, and
+after which what it has is asked elsewhere: of ten seconds, which clients wait, that leaves some.
 """
+
+FORGOTTEN_S = 600.0
+"""How long it is remembered that a replica could not be reached; names never come again."""
 
 FULL_BYTES = 8 << 20
 """Bytes on their way to a replica that does not read, at most."""
+
+_ERRORS_FROM = ("flide_engine.errors", "builtins")
 
 Told = tuple[bytes | FlideError, str, tuple[float, ...]]
 """What `EngineReplica.decide_with_load` returns."""
@@ -71,7 +80,7 @@ class Connection(Frames):
         self.leaving = self.lost = False
         self._waiting: dict[int, asyncio.Future[Told | None]] = {}
         self._numbers = itertools.count()
-        self._heard_at = 0.0
+        self._unanswered, self._looked = 0, 0.0  # pings in a row, and when the last was sent
         self._beat: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -82,20 +91,23 @@ class Connection(Frames):
     @property
     def is_open(self) -> bool:
         """Whether requests may go there."""
-        full = self.transport.get_write_buffer_size() > FULL_BYTES
-        return not (self.lost or self.leaving or full or self.transport.is_closing())
+        if self.lost or self.leaving or self.transport.is_closing():
+            return False
+        return self._unanswered < QUIET and self.transport.get_write_buffer_size() <= FULL_BYTES
 
     async def ask(self, more: dict[str, Any], body: bytes) -> Told | None:
         """What the replica tells; None if it has not taken the request. Raises what `decide` raises
         there, and ActorUnavailableError if the connection breaks.
         """
-        number = next(self._numbers)
+        if self.lost or self.transport.is_closing():
+            return None  # since it was made: nobody would end what is waited for
+        number, payload = next(self._numbers), packed(more, body)
         future: asyncio.Future[Told | None] = asyncio.get_running_loop().create_future()
-        if not self._waiting:
-            self._heard_at = time.monotonic()
-            self._beat = self._beat or self._next_beat()
+        if self._beat is None:
+            self._unanswered, self._looked = 0, time.monotonic()
+            self._beat = self._next_beat()
         self._waiting[number] = future
-        self.say(Kind.ASK, number, *packed(more, body))
+        self.say(Kind.ASK, number, *payload)
         try:
             return await future
         except asyncio.CancelledError:
@@ -106,7 +118,7 @@ class Connection(Frames):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        self._heard_at = time.monotonic()
+        self._unanswered = 0
         super().data_received(data)
 
     def heard(self, kind: int, number: int, payload: bytes) -> None:
@@ -141,28 +153,43 @@ class Connection(Frames):
                 future.set_exception(ActorUnavailableError(told, None))
 
     def _next_beat(self) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(SILENT_S / 4, self._look)
+        return asyncio.get_running_loop().call_later(BEAT_S, self._look)
 
     def _look(self) -> None:
         """Whether the replica still shows signs of life, if anybody waits for it."""
-        self._beat = None
+        self._beat, now = None, time.monotonic()
         if not self._waiting or self.lost:
             return
-        if time.monotonic() - self._heard_at > SILENT_S:
-            log.warning("replica %s has been silent for %s s", self.replica, SILENT_S)
+        if now - self._looked > 2 * BEAT_S:
+            self._unanswered = 0  # it is this loop that has stood still
+        self._looked = now
+        if self._unanswered >= SILENT:
+            log.warning("replica %s leaves %d pings unanswered", self.replica, SILENT)
             self.transport.abort()
             return
+        self._unanswered += 1
         self.say(Kind.PING)
         self._beat = self._next_beat()
 
 
-def _unpickled(pickled: bytes) -> BaseException:
-    """An error of a replica's, which is where the cluster says that it is."""
+class _Errors(pickle.Unpickler):
+    """Of our errors and Python's, and nothing else: whoever has a replica's port may answer."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """See pickle.Unpickler."""
+        found = super().find_class(module, name) if module in _ERRORS_FROM else None
+        if isinstance(found, type) and (module != "builtins" or issubclass(found, Exception)):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} is no error")
+
+
+def _unpickled(pickled: bytes) -> Exception:
+    """An error of a replica's."""
     try:
-        error = pickle.loads(pickled)
+        error = _Errors(io.BytesIO(pickled)).load()
     except Exception as cause:
         return RuntimeError(f"the replica's error cannot be read: {cause}")
-    return error if isinstance(error, BaseException) else RuntimeError(repr(error))
+    return error if isinstance(error, Exception) else RuntimeError(repr(error))
 
 
 class Channels:
@@ -174,6 +201,7 @@ class Channels:
         self._open: dict[str, Connection] = {}
         self._making: dict[str, asyncio.Task[Connection | None]] = {}
         self._failed: dict[str, float] = {}  # when a replica could not be reached
+        self._warned = False
 
     async def ask(self, more: dict[str, Any], body: bytes) -> Told | None:
         """What a replica tells of a request; None if it is to be asked by handle. Raises as
@@ -183,7 +211,10 @@ class Channels:
         cancels the request there.
         """
         router: Router | None = self._known.ways.router_here()
-        if router is None or (place := router.place(more["route"])) is None:
+        if router is None:
+            self._warn()
+            return None
+        if (place := router.place(more["route"])) is None:
             return None
         replica, address, why = place
         connection = self._open.get(replica)
@@ -212,7 +243,15 @@ class Channels:
             making = asyncio.create_task(self._connect(replica, address))
             self._making[replica] = making
             making.add_done_callback(lambda _: self._making.pop(replica, None))
+        if failed is not None:
+            return None  # nobody waits for what was in vain before
         return await asyncio.shield(making)  # others wait for it, too
+
+    def _warn(self) -> None:
+        """Says once that all goes by handle, where there are routers and none on this loop."""
+        if not self._warned and self._known.ways.exist:
+            self._warned = True
+            log.warning("all is asked by handle: Serve's router has an event loop of its own")
 
     async def _connect(self, replica: str, address: Address) -> Connection | None:
         loop, (host, port, token) = asyncio.get_running_loop(), address
@@ -225,12 +264,20 @@ class Channels:
             why = str(error) or type(error).__name__
             message = "replica %s is asked by handle, as %s:%d cannot be reached: %s"
             log.warning(message, replica, host, port, why)
-            self._failed[replica] = time.monotonic()
+            self._has_failed(replica)
+            return None
+        if made.lost:  # as soon as it was made
+            self._has_failed(replica)
             return None
         self._failed.pop(replica, None)
         self._open = {name: c for name, c in self._open.items() if not c.lost}
         self._open[replica] = made
         return made
+
+    def _has_failed(self, replica: str) -> None:
+        now = time.monotonic()
+        recent = {name: at for name, at in self._failed.items() if now - at < FORGOTTEN_S}
+        self._failed = {**recent, replica: now}
 
     def close(self) -> None:
         """Ends all connections."""

@@ -88,8 +88,9 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         }
         self._policy.set_replicas(self._told, time.monotonic())
         super().update_replicas(live)
-        if self._addresses:
-            self._shared.ways.add(self)
+        ways = getattr(self._shared, "ways", None)  # a caller's own modules may be older
+        if self._addresses and ways is not None:
+            ways.add(self)
 
     def _of_the_fleet(self, live: list[RunningReplica]) -> list[RunningReplica]:
         """Those whose bits are their fleet's, and those that promise nothing of the kind."""
@@ -133,7 +134,11 @@ class StateRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         key = as_key(route)
         if key is None or not self._addresses:
             return None
-        choice = self._policy.choose(key, time.monotonic())
+        try:
+            choice = self._policy.choose(key, time.monotonic())
+        except Exception:
+            log.exception("routing failed; Serve's handle is asked")
+            return None
         if choice is None or choice.replica in self._shared.stopped:
             return None
         if (address := self._addresses.get(choice.replica)) is None:

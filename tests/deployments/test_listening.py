@@ -4,7 +4,9 @@ real and in one event loop; Serve and the engine are stood in for.
 
 import asyncio
 import pickle
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,10 +15,17 @@ from ray.serve import context
 
 from deployments import listening
 from deployments.listening import Listener
-from flide_engine.errors import FlideError, NotReady, TooManyTokens
+from flide_engine.errors import (
+    EngineStopped,
+    Fault,
+    FlideError,
+    InvalidRequest,
+    NotReady,
+    TooManyTokens,
+)
 from router import channel, frames
 from router.boards import nothing_shared
-from router.channel import Address, Channels
+from router.channel import Address, Channels, Connection
 from router.frames import Frames, Kind, packed
 from router.request_context import enter
 from router.request_router import LISTENS, address_of
@@ -293,7 +302,7 @@ def test_a_silent_replica_is_given_up_and_a_slow_one_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As a machine that is gone closes no connection; a slow one answers pings."""
-    monkeypatch.setattr(channel, "SILENT_S", 0.2)
+    monkeypatch.setattr(channel, "BEAT_S", 0.03)
 
     async def test(both: Both) -> None:
         asked = asyncio.create_task(both.ask(b"wait"))
@@ -306,6 +315,102 @@ def test_a_silent_replica_is_given_up_and_a_slow_one_is_not(
             await asked
 
     run(test)
+
+
+def test_a_loop_that_stood_still_blames_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own pauses are no silence of a replica's, however long."""
+    monkeypatch.setattr(channel, "BEAT_S", 0.03)
+
+    async def test(both: Both) -> None:
+        asked = asyncio.create_task(both.ask(b"wait"))
+        await both.begun(1)
+        for _ in range(channel.SILENT + 4):
+            time.sleep(0.1)  # noqa: ASYNC251  # as if the process were stopped
+            await asyncio.sleep(0.001)
+        assert not asked.done()
+        both.replica.go.set()
+        assert (await asked)[0] == b"answer to wait"
+
+    run(test)
+
+
+def test_nobody_waits_on_a_connection_that_is_gone() -> None:
+    """It may break between being made and being asked over; then all goes by handle for a while."""
+
+    class Slams(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            """Hangs up at once."""
+            transport.abort()  # type: ignore[attr-defined]
+
+    async def test(both: Both) -> None:
+        line = Connection("r1", "token")
+        line.lost = True
+        assert await line.ask({}, b"x") is None
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(Slams, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        both.router.address = ("127.0.0.1", port, "token")
+        for _ in range(20):
+            with suppress(ActorUnavailableError):  # if it was sent before that was known
+                assert await both.ask(b"x") is None
+        server.close()
+
+    run(test)
+
+
+def test_a_request_that_is_given_up_there_is_not_waited_for() -> None:
+    """By none of those who wait: it goes by handle."""
+
+    async def test(both: Both) -> None:
+        async def decide(request: bytes, **how: Any) -> Any:
+            raise asyncio.CancelledError
+
+        both.listener._decide = decide
+        assert await both.ask(b"x") is None
+
+        async def odd(request: bytes, **how: Any) -> Any:
+            return b"answer", "r1", (object(),)  # no JSON
+
+        both.listener._decide = odd
+        with pytest.raises(TypeError):
+            await both.ask(b"x")
+
+    run(test)
+
+
+def test_only_errors_are_read_from_a_replica() -> None:
+    """Whoever has its port may answer: what else is pickled is not made."""
+
+    class Odd:
+        def __reduce__(self) -> Any:
+            return print, ("it runs here",)
+
+    for odd in (Odd(), ValueError(Odd()), [], SystemExit()):
+        assert isinstance(channel._unpickled(pickle.dumps(odd)), RuntimeError)
+    refusal = TooManyTokens("the request", 9, 8, "max_request_tokens")
+    fault = InvalidRequest((Fault(("state",), "missing"),))
+    for error in (refusal, fault, ValueError("x"), EngineStopped("c", running=False, replica="r")):
+        again = channel._unpickled(pickle.dumps(error))
+        assert type(again) is type(error)
+        assert str(again) == str(error)
+
+
+def test_where_nothing_can_be_listened_at_all_goes_by_handle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node's address may be another machine's; and Ray's own connections may be encrypted."""
+
+    async def told(host: str) -> dict[str, list[object]]:
+        listener = Listener(Replica().decide)
+        try:
+            return await listener.open(host)
+        finally:
+            await listener.close()
+
+    assert asyncio.run(told("198.51.100.77")) == {}  # of documents, and nobody's
+    assert asyncio.run(told("127.0.0.1"))
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    assert asyncio.run(told("127.0.0.1")) == {}
 
 
 def test_frames_come_out_of_any_pieces() -> None:
