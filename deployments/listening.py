@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from flide_engine.errors import FlideError
+from router.channel import ERRORS_FROM
 from router.frames import HELLO_BYTES, MOST_BYTES, Frames, Kind, packed, route_from_json, unpacked
 from router.request_context import enter
 from router.request_router import LISTENS
@@ -122,11 +123,14 @@ class Listener:
         guest.say(kind, number, *frame)
 
 
-def _pickled(error: BaseException) -> bytes:
-    try:
-        return pickle.dumps(error)
-    except Exception:
-        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+def _pickled(error: Exception) -> bytes:
+    """The error; what it says, if a Gateway would not read it or it cannot be pickled."""
+    if type(error).__module__ in ERRORS_FROM:
+        try:
+            return pickle.dumps(error)
+        except Exception as cause:
+            log.debug("%s cannot be pickled: %s", type(error).__name__, cause)
+    return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 class _Guest(Frames):

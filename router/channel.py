@@ -47,7 +47,8 @@ FORGOTTEN_S = 600.0
 FULL_BYTES = 8 << 20
 """Bytes on their way to a replica that does not read, at most."""
 
-_ERRORS_FROM = ("flide_engine.errors", "builtins")
+ERRORS_FROM = ("flide_engine.errors", "builtins")
+"""Modules whose errors a Gateway reads as they are."""
 
 Told = tuple[bytes | FlideError, str, tuple[float, ...]]
 """What `EngineReplica.decide_with_load` returns."""
@@ -177,7 +178,7 @@ class _Errors(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """See pickle.Unpickler."""
-        found = super().find_class(module, name) if module in _ERRORS_FROM else None
+        found = super().find_class(module, name) if module in ERRORS_FROM else None
         if isinstance(found, type) and (module != "builtins" or issubclass(found, Exception)):
             return found
         raise pickle.UnpicklingError(f"{module}.{name} is no error")

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+import uvloop
 from ray.exceptions import ActorUnavailableError
 from ray.serve import context
 
@@ -20,15 +21,14 @@ from flide_engine.errors import (
     Fault,
     FlideError,
     InvalidRequest,
-    NotReady,
     TooManyTokens,
 )
-from router import channel, frames
+from router import channel
 from router.boards import nothing_shared
 from router.channel import Address, Channels, Connection
 from router.frames import Frames, Kind, packed
 from router.request_context import enter
-from router.request_router import LISTENS, address_of
+from router.request_router import address_of
 from router.routing_key import route_key
 from tests.waiting import PATIENCE_S
 
@@ -111,8 +111,15 @@ async def until(what: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
+LOOPS: tuple[Callable[[], asyncio.AbstractEventLoop], ...] = (
+    asyncio.new_event_loop,
+    uvloop.new_event_loop,
+)
+"""Serve runs on the second; they tell of a lost connection in different order."""
+
+
 def run(test: Callable[[Both], Awaitable[None]]) -> None:
-    """A test with both ends open; it may hang only so long."""
+    """A test with both ends open, on either kind of loop; it may hang only so long."""
 
     async def bounded() -> None:
         both = Both()
@@ -124,7 +131,9 @@ def run(test: Callable[[Both], Awaitable[None]]) -> None:
             both.channels.close()
             await both.listener.close()
 
-    asyncio.run(bounded())
+    for loop in LOOPS:
+        with asyncio.Runner(loop_factory=loop) as runner:
+            runner.run(bounded())
 
 
 def test_answers_come_back_with_all_that_was_told_beside_the_request() -> None:
@@ -168,10 +177,18 @@ def test_errors_come_back_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
         both.listener._decide = decide
         with pytest.raises(RuntimeError, match="Local: here"):
             await both.ask(b"x")
-        # what nobody can read ends that request, and nothing else
-        monkeypatch.setattr(listening, "_pickled", lambda error: b"junk")
-        with pytest.raises(RuntimeError, match="cannot be read"):
+
+        async def strange(request: bytes, **how: Any) -> Any:
+            raise ActorUnavailableError("a sibling", None)  # says nothing of this replica
+
+        both.listener._decide = strange
+        with pytest.raises(RuntimeError, match="ActorUnavailableError: .*a sibling"):
             await both.ask(b"x")
+        # what nobody can read ends that request, and nothing else
+        with monkeypatch.context() as patched:
+            patched.setattr(listening, "_pickled", lambda error: b"junk")
+            with pytest.raises(RuntimeError, match="cannot be read"):
+                await both.ask(b"x")
         assert not both.channels._open["r1"].lost
 
     run(test)
@@ -411,45 +428,3 @@ def test_where_nothing_can_be_listened_at_all_goes_by_handle(
     assert asyncio.run(told("127.0.0.1"))
     monkeypatch.setenv("RAY_USE_TLS", "1")
     assert asyncio.run(told("127.0.0.1")) == {}
-
-
-def test_frames_come_out_of_any_pieces() -> None:
-    """Byte by byte, all at once, and none after one that is too long."""
-    heard: list[tuple[int, int, bytes]] = []
-
-    class Transport:
-        aborted = False
-
-        def is_closing(self) -> bool:
-            """Whether it was aborted."""
-            return self.aborted
-
-        def abort(self) -> None:
-            """It was."""
-            self.aborted = True
-
-    class Seen(Frames):
-        def heard(self, kind: int, number: int, payload: bytes) -> None:
-            """Notes it."""
-            heard.append((kind, number, payload))
-
-    said = [(Kind.ASK, 2**40, b"abc"), (Kind.PING, 0, b""), (Kind.ANSWER, 7, b"x" * 300)]
-    stream = b"".join(frames._HEAD.pack(len(p), kind, n) + p for kind, n, p in said)
-    for size in (1, 7, len(stream)):
-        heard.clear()
-        seen = Seen(most=300)
-        seen.transport = Transport()  # type: ignore[assignment]
-        for at in range(0, len(stream), size):
-            seen.data_received(stream[at : at + size])
-        assert heard == said
-    seen.data_received(frames._HEAD.pack(301, 1, 1) + b"y" * 301 + stream)
-    assert heard == said
-    assert seen.transport.is_closing()
-
-
-def test_an_address_is_read_from_metadata_and_anything_else_is_none() -> None:
-    """Replicas of other versions, and without channels, have none."""
-    assert address_of({LISTENS: ["h", 1, "t"]}) == ("h", 1, "t")
-    for odd in (None, {}, {LISTENS: None}, {LISTENS: ["h", 1]}, {LISTENS: ["h", "1", "t"]}):
-        assert address_of(odd) is None
-    assert isinstance(pickle.loads(pickle.dumps(NotReady("x"))), NotReady)

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from router import boards
-from router.request_router import LISTENS, StateRouter
+from router.request_router import LISTENS, StateRouter, address_of
 from router.routing_key import route_key
 from tests.router.serve_stand_ins import (
     APP,
@@ -97,3 +97,10 @@ def test_a_router_is_asked_on_its_own_loop_only() -> None:
 
     assert asyncio.run(nobody()) is None
     assert ways.exist
+
+
+def test_an_address_is_read_from_metadata_and_anything_else_is_none() -> None:
+    """Replicas of other versions, and without channels, have none."""
+    assert address_of({LISTENS: ["h", 1, "t"]}) == ("h", 1, "t")
+    for odd in (None, {}, {LISTENS: None}, {LISTENS: ["h", 1]}, {LISTENS: ["h", "1", "t"]}):
+        assert address_of(odd) is None
